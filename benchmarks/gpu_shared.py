@@ -1,10 +1,11 @@
 """`python -m effuse.benchmarks.gpu_shared`: sequences that begin with the same pages, read together
 and one by one.
 
-SDAR-8B's shape with random weights. First attention of one layer in CUDA graphs, both ways in
-turns, for several numbers of sequences and lengths, beside the time in which a copy reads the bytes
-once; also with blocks of 32, which fill a tile of rows, so that effuse reads them apart. Then whole
-decode steps of 32 requests. Exits with 1 if an aim is missed.
+SDAR-8B's shape with random weights. First attention of one layer in CUDA graphs, in turns, for
+several numbers of sequences and lengths, beside the time in which a copy reads the bytes once; also
+with blocks of 32, which fill a tile of rows, so that effuse reads them apart. Then whole decode
+steps of 32 requests. One by one is measured in two forms: with tiles of 128 rows for all blocks,
+which is the base of the aims, and as effuse does it. Exits with 1 if an aim is missed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -32,6 +34,7 @@ from effuse.benchmarks.gpu_timing import (
 from effuse.config.decoding import DecodeSettings
 from effuse.decode_worker import device_buckets
 from effuse.decode_worker.device_buckets import Integers
+from effuse.kernels import attention_hopper
 from effuse.kernels.attention import block_attention
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
 from effuse.kernels.step_slots import SlotLayout
@@ -109,18 +112,29 @@ def _batch(
     )
 
 
-def attention(point: Point) -> tuple[float, float]:
-    """Microseconds of a layer, one by one and together."""
+def tall_tiles() -> AbstractContextManager[object]:
+    """Small blocks get tiles of 128 rows as well."""
+    return patch.object(attention_hopper, "MOST_SMALL_ROWS", 0)
+
+
+def attention(point: Point) -> tuple[float, float, float]:
+    """Microseconds of a layer: one by one in tall tiles, one by one, and together."""
     inputs = [Inputs(point) for _ in range(8)]
     error = inputs[0].attend(inputs[0].apart) - inputs[0].attend(inputs[0].together)
     assert float(error.abs().max()) < 0.05, "both ways give the same rows"
+
+    def tall(one: Inputs) -> Tensor:
+        with tall_tiles():
+            return one.attend(one.apart)
+
     found = medians_us(
         {
+            "tall": [partial(tall, one) for one in inputs],
             "apart": [partial(one.attend, one.apart) for one in inputs],
             "together": [partial(one.attend, one.together) for one in inputs],
         }
     )
-    return found["apart"], found["together"]
+    return found["tall"], found["apart"], found["together"]
 
 
 class SharedBench(Bench):
@@ -148,28 +162,32 @@ class SharedBench(Bench):
         return found
 
 
-def step_ms(name: str) -> tuple[float, float, bool]:
-    """Milliseconds of a step, one by one and together, each the median of runs in turns; whether
+def step_ms(name: str) -> tuple[list[float], bool]:
+    """Milliseconds of a step in the ways of `attention`, each the median of runs in turns; whether
     effuse reads the beginning together by its own rule."""
     bench = SharedBench(name, CUDA, REQUESTS, COMMON + OWN)
-    found: list[list[float]] = [[], []]
-    (apart, requests), (together, _) = (bench.ready(REQUESTS, COMMON + OWN, 1) for _ in range(2))
+    found: list[list[float]] = [[], [], []]
+    steppers = []
+    for way in range(3):
+        with tall_tiles() if way == 0 else nullcontext():
+            stepper, requests = bench.ready(REQUESTS, COMMON + OWN, 1)
+        steppers.append(stepper)
     for turn in range(-1, ROUNDS):
-        for number, (stepper, least) in enumerate(((apart, 1 << 62), (together, -(1 << 62)))):
-            with patch.object(device_buckets, "LEAST_SAVED", least):
+        for way, stepper in enumerate(steppers):
+            with patch.object(device_buckets, "LEAST_SAVED", (-1 if way == 2 else 1) << 62):
                 fill(stepper, requests)
                 for _ in range(2):
                     next_step(stepper)
                 before = stepper.num_sharing
                 run = run_marked(stepper, partial(next_step, stepper), STEPS)
-            assert stepper.num_sharing - before == STEPS * number
+            assert stepper.num_sharing - before == STEPS * (way == 2)
             if turn >= 0:
                 assert not run.captures, "no graph is captured in timed steps"
-                found[number].append(run.step_ms)
-    fill(together, requests)  # by effuse's own rule
-    next_step(together)
-    assert together._beginnings is not None
-    return median(found[0]), median(found[1]), together._beginnings.pay_off
+                found[way].append(run.step_ms)
+    fill(stepper, requests)  # by effuse's own rule
+    next_step(stepper)
+    assert stepper._beginnings is not None
+    return [median(one) for one in found], stepper._beginnings.pay_off
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,25 +199,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     rate = copy_bytes_per_us() / 2
     points = [] if asked.no_sweep else [Point(count, common, OWN, BLOCK) for count, common in SWEEP]
     aimed = Point(REQUESTS, COMMON, OWN, BLOCK)
-    ratios = {}
-    print("batch common block  saved keys  apart us  together us  ratio  read once us")
+    print("batch common block  saved keys  tall us  apart us  together us  ratios  read once us")
     for point in [*points, replace(aimed, block=32), aimed]:
-        apart, together = attention(point)
-        ratios[point] = apart / together
+        times = attention(point)
+        tall, apart, together = times
         print(
-            f"{point.batch:5} {point.common:6} {point.block:5} {point.saved:11} {apart:9.1f} "
-            f"{together:12.1f} {apart / together:6.2f} {point.read_once / rate:13.1f}",
+            f"{point.batch:5} {point.common:6} {point.block:5} {point.saved:11} {tall:8.1f} "
+            f"{apart:9.1f} {together:12.1f}  {tall / together:.2f}, {apart / together:.2f} "
+            f"{point.read_once / rate:9.1f}",
             flush=True,
         )
-    apart, together, shares = step_ms(asked.model)
+    steps, shares = step_ms(asked.model)
     print(
-        f"step, {REQUESTS} requests: {apart:.2f} ms apart, {together:.2f} ms together; effuse "
-        f"reads the beginning {'together' if shares else 'apart'} by its own rule"
+        f"step, {REQUESTS} requests: {steps[0]:.2f} ms in tall tiles, {steps[1]:.2f} ms apart, "
+        f"{steps[2]:.2f} ms together; effuse reads the beginning "
+        f"{'together' if shares else 'apart'} by its own rule"
     )
-    found = ("attention", ratios[aimed], LEAST_ATTENTION), ("step", apart / together, LEAST_STEP)
-    for what, ratio, least in found:
-        print(f"{what}: {ratio:.2f} (at least {least}){'' if ratio >= least else '  MISSED'}")
-    return int(not shares or any(ratio < least for _, ratio, least in found))
+    is_met = shares
+    for what, (tall, apart, together), least in (
+        ("attention", times, LEAST_ATTENTION),
+        ("step", steps, LEAST_STEP),
+    ):
+        ratio = tall / together
+        is_met &= ratio >= least
+        print(
+            f"{what}: {ratio:.2f} over tall tiles (at least {least}), {apart / together:.2f} over "
+            f"today's one by one{'' if ratio >= least else '  MISSED'}"
+        )
+    return int(not is_met)
 
 
 if __name__ == "__main__":

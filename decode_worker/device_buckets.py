@@ -6,6 +6,7 @@ some slots wait a step, and with counts that are too large work is wasted; neith
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -29,10 +30,11 @@ Integers = npt.NDArray[np.int32]
 
 _MEMORY = 0.9  # of the running mean of writes per step
 TILE_ROWS = 128  # (query, head in group) that attention computes at once
-# A key of one KV head that a tile need not read saves 0.08 ns a layer on an H200. So many, and so
-# many more for each sequence, pay for the merge (`benchmarks/gpu_shared.py`).
-LEAST_SAVED = 40_000
-LEAST_SAVED_EACH = 512  # of each KV head
+# A key of one KV head that a tile need not read saves 0.05 ns a layer on an H200. So many pay for
+# the second launch. Own keys hide reads of the beginning from the L2 cache, so that so many more
+# for each of them must be saved (`benchmarks/gpu_shared.py`).
+LEAST_SAVED = 20_000
+LEAST_SAVED_EACH = 0.4
 
 
 def bucket(count: int) -> int:
@@ -249,7 +251,7 @@ class Beginnings:
         before = self._found
         if self._is_stale:
             found = self._search()
-            saved = sum(one.saved for one in found) - LEAST_SAVED_EACH * len(self._known)
+            saved = sum(one.saved for one in found) - LEAST_SAVED_EACH * self._own_keys(found)
             # Slots keep their order for as long as none pays off, so that they wait in turn.
             self._found = found if saved * self._kv_heads >= LEAST_SAVED else []
             self._is_stale = False
@@ -266,6 +268,12 @@ class Beginnings:
             [*(one.num_pages for one in self._found), *none],
         )
         return np.array([value for column in columns for value in column], dtype=np.int32)
+
+    def _own_keys(self, found: Sequence[Beginning]) -> int:
+        """The cached keys of all sequences that are in none of these beginnings."""
+        pages = sum(len(one.ids) for one in self._known.values()) // np.int32().nbytes
+        shared = sum(len(one.slots) * one.num_pages for one in found)
+        return (pages - shared) * self._page_size
 
     def _search(self) -> list[Beginning]:
         """Those that save the most, out of all runs of sorted sequences that begin alike."""

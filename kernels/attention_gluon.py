@@ -23,24 +23,33 @@ from effuse.kernels.attention_splits_triton import seen_end_of, tokens_per_split
 
 
 # One kernel for all counts: a new kind of count must not compile while requests wait.
-@gluon.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
+@gluon.jit(
+    do_not_specialize=["num_seqs", "num_shared", "shared_splits", "num_tokens", "table_stride"]
+)
 def hopper_attention_kernel(
     q, k, v, k_cache, v_cache, k_boxes, v_boxes, out, lse, partial_out, partial_lse, cu_seqlens,
-    context_lens, page_table, block_origins, num_seqs, num_tokens, table_stride, q_token, q_head,
-    k_token, k_head, v_token, v_head, kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
-    out_token, out_head, lse_token, lse_head, scale,
+    context_lens, page_table, block_origins, num_seqs, shared_cu_seqlens, shared_lens, num_shared,
+    shared_splits, num_tokens, table_stride, q_token, q_head, k_token, k_head, v_token, v_head,
+    kc_page, kc_token, kc_head, vc_page, vc_token, vc_head, out_token, out_head, lse_token,
+    lse_head, scale,
     GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     CONSUMERS: gl.constexpr, TILE_KEYS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
     MAX_SEQS: gl.constexpr, SPLIT_STEP: gl.constexpr, PART_KEYS: gl.constexpr,
-    CACHED_ONLY: gl.constexpr, IS_PART: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    CACHED_ONLY: gl.constexpr, IS_PART: gl.constexpr, SHARED_STEP: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    # Of the parts of a batch with shared beginnings, the first lets the second begin as soon as the
+    # kernel before both has ended. The second needs nothing of the first until it merges or ends.
+    IS_FIRST: gl.constexpr = IS_PART and CACHED_ONLY
+    IS_SECOND: gl.constexpr = IS_PART and not CACHED_ONLY
     kv_head = gl.program_id(0)
     sequence, first, first_row, num_rows, context, origin = _find_rows(
         cu_seqlens, context_lens, block_origins, num_seqs, gl.program_id(2), GROUPS,
         ROWS * CONSUMERS, MAX_SEQS,
     )  # fmt: skip
     if sequence >= num_seqs:
+        if IS_FIRST:
+            await_kernel_before()
         return
     last = gl.minimum(first + ROWS * CONSUMERS, num_rows * GROUPS) - 1
     # The keys of this program are positions begin .. end - 1.
@@ -60,6 +69,8 @@ def hopper_attention_kernel(
         share = tokens_per_split(context, num_rows, gl.num_programs(1), SPLIT_STEP)
         num_splits = gl.maximum(1, (context + share - 1) // share)
         if split >= num_splits:
+            if IS_FIRST:
+                await_kernel_before()
             return
         begin = split * share
         if split < num_splits - 1:
@@ -104,10 +115,21 @@ def hopper_attention_kernel(
         kc_page, kc_token, kc_head, vc_page, vc_token, vc_head,
     )  # fmt: skip
     own_lse = (lse, lse_token, lse_head) if lse is not None else ()
+    beginning = ()
+    if SHARED_STEP > 0:
+        beginning = (
+            _count_splits(
+                shared_cu_seqlens, shared_lens, num_shared, first_row, shared_splits, SHARED_STEP
+            ),
+        )  # type: ignore[assignment]
     results = (
-        out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits, own_lse
+        out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits, own_lse,
+        beginning,
     )  # fmt: skip
-    await_kernel_before()
+    if not IS_SECOND and SHARED_STEP == 0:
+        await_kernel_before()
+    if IS_FIRST:
+        allow_kernel_after()
     consumer = (memory, barriers, rows, span, q, q_token, q_head, results, scale)
     producer = (memory, barriers, rows, span, sources, boxes, strides)
     if CONSUMERS == 1:
@@ -129,8 +151,11 @@ def hopper_attention_kernel(
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+    if IS_SECOND:
+        await_kernel_before()
     # Not earlier: the following kernel would gather on the few processors that are free.
-    allow_kernel_after()
+    if not IS_FIRST:
+        allow_kernel_after()
 
 
 @gluon.jit
@@ -159,6 +184,21 @@ def _find_rows(
     num_rows = gl.sum(gl.where(is_it, ends, 0), 0) - first_row
     context = gl.sum(gl.where(is_it, contexts, 0), 0)
     return sequence, first, first_row, num_rows, context, gl.sum(gl.where(is_it, origins, 0), 0)
+
+
+@gluon.jit
+def _count_splits(
+    cu_seqlens, context_lens, num_seqs, token, splits, SPLIT_STEP: gl.constexpr
+):  # fmt: skip
+    """The splits of the beginning that holds this token, of at most 32; 0 outside of all."""
+    place = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    present = place < num_seqs
+    begins = gl.load(cu_seqlens + place, mask=present, other=0)
+    ends = gl.load(cu_seqlens + place + 1, mask=present, other=0)
+    contexts = gl.load(context_lens + place, mask=present, other=0)
+    shares = tokens_per_split(contexts, ends - begins, splits, SPLIT_STEP)
+    is_it = (begins <= token) & (token < ends)
+    return gl.sum(gl.where(is_it, (contexts + shares - 1) // shares, 0), 0)
 
 
 @gluon.jit

@@ -42,31 +42,33 @@ class Shape:
     programs_per_processor: int
 
 
-# 128 rows halve the traffic from L2 for each product. If heads share no keys, memory is the limit
-# for at most that many rows, and two programs of 64 rows keep more loads under way.
+# 128 rows halve the traffic from L2 for each product. If heads share no keys, or if sequences have
+# at most 64 rows, memory is the limit, and two programs of 64 rows keep more loads under way.
 GROUPED = Shape(2, 128, 3, 216, 72, None, 1)
 ALONE_TALL = Shape(2, 64, 4, 216, 72, None, 1)
 SHORT = Shape(1, 64, 3, 184, 72, 128, 2)
+# (query, head in group) of a sequence's largest possible window of small blocks.
+MOST_SMALL_ROWS = 512
 LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def shape_of(
-    groups: int, max_seqlen: int, *, batch_invariant: bool = False, is_part: bool = False
+    groups: int, max_seqlen: int, usual_rows: int, *, batch_invariant: bool = False
 ) -> Shape:
-    """The shape class for ``groups`` query heads a KV head and at most ``max_seqlen`` rows.
+    """The shape class for ``groups`` query heads a KV head, at most ``max_seqlen`` rows of a
+    sequence, and usually at most ``usual_rows``.
 
     With `batch_invariant` two sets of sums need registers, so its tiles have fewer keys.
 
-    Rounding depends on the number of keys in a tile, which depends only on the model. A row gets
-    the same result whatever shares its forward, unless its cache is split differently. Rows that
-    read their beginning elsewhere (`is_part`) have no such result to keep.
+    Rounding depends on the number of keys in a tile. A row gets the same result whatever shares a
+    launch of this kind, unless its cache is split differently.
     """
     if batch_invariant:
         return ALONE_TALL
-    is_short = max_seqlen * groups <= 64
-    if groups > 1:
-        return SHORT if is_part and is_short else GROUPED
-    return SHORT if is_short else ALONE_TALL
+    if groups == 1:
+        return SHORT if max_seqlen <= 64 else ALONE_TALL
+    is_small = usual_rows * groups <= 64 and max_seqlen * groups <= MOST_SMALL_ROWS
+    return SHORT if is_small else GROUPED
 
 
 def is_supported(q: Tensor, others: tuple[Tensor, ...], page_size: int) -> bool:
@@ -108,14 +110,18 @@ def launch(
     kv_heads = k.shape[1]
     groups = q_heads // kv_heads
     num_seqs = len(batch.context_lens)
-    is_part = parts is not None
-    shape = shape_of(groups, batch.max_seqlen, batch_invariant=batch_invariant, is_part=is_part)
+    shared = batch.shared
+    is_part = parts is not None and shared is None
+    # The block that is denoised, and the one before it, which is stored.
+    usual_rows = batch.max_seqlen if cached_only else 2 * batch.block_size
+    shape = shape_of(groups, batch.max_seqlen, usual_rows, batch_invariant=batch_invariant)
     tile_rows = 64 * shape.consumers
     # The most tiles that this many rows and sequences can have; the others end immediately.
     num_tiles = (tokens * groups + num_seqs * (tile_rows - 1)) // tile_rows
     # Graphs are captured for the largest possible number of sequences, with a block each; splits
-    # suit the usual case of a window of four.
-    usual_tiles = max(-(-tokens * groups // tile_rows), num_seqs // 4)
+    # suit the usual case of a window of four or, if blocks are small, of two blocks.
+    usual_blocks = 2 if shape == SHORT and groups > 1 else 4
+    usual_tiles = max(-(-tokens * groups // tile_rows), num_seqs // usual_blocks)
     wave = PROCESSORS * shape.programs_per_processor
     if splits is None and batch_invariant:
         max_keys = batch.max_context + batch.max_seqlen
@@ -128,23 +134,34 @@ def launch(
     hopper_attention_kernel[(kv_heads, num_splits, num_tiles)](
         q, k, v, k_cache, v_cache, *(boxes or (None, None)), out, lse, partial_out, partial_lse,
         batch.cu_seqlens, batch.context_lens, batch.page_table, batch.block_origins, num_seqs,
-        tokens, batch.page_table.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
+        *_of_shared(shared, partial_out), tokens, batch.page_table.stride(0), *q.stride()[:2],
+        *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *out.stride()[:2],
         *((0, 0) if lse is None else lse.stride()), scale * LOG2_E,
         GROUPS=groups, HEAD_DIM=head_dim, PAGE_SIZE=batch.page_size, BLOCK_SIZE=batch.block_size,
         CONSUMERS=shape.consumers, TILE_KEYS=shape.keys, CHUNK=chunk, STAGES=shape.stages,
         MAX_SEQS=max(64, 1 << (num_seqs - 1).bit_length()),
         SPLIT_STEP=SPLIT_STEP if num_splits > 1 or is_part else 0,
         PART_KEYS=PART_KEYS if batch_invariant else 0, CACHED_ONLY=cached_only, IS_PART=is_part,
-        CONSUMER_REGISTERS=shape.consumer_registers, PRODUCER_REGISTERS=shape.producer_registers,
+        SHARED_STEP=SPLIT_STEP if shared else 0, CONSUMER_REGISTERS=shape.consumer_registers,
+        PRODUCER_REGISTERS=shape.producer_registers,
         num_warps=4, maxnreg=shape.registers, enable_fp_fusion=True, launch_pdl=True,
     )  # fmt: skip
-    if is_part:
+    if parts is not None:
         return
     if num_splits > 1 and batch_invariant:
         merge_parts(partial_out, partial_lse, batch, out)
     elif num_splits > 1:
         merge_splits(partial_out, partial_lse, batch, out, lse)
+
+
+def _of_shared(
+    shared: AttentionBatch | None, partial_out: Tensor
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The kernel's arguments about beginnings, and about their splits in ``partial_out``."""
+    if shared is None:
+        return None, None, 0, 0
+    return shared.cu_seqlens, shared.context_lens, len(shared.context_lens), len(partial_out)
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from effuse.kernels.attention_copies_gluon import await_kernel_before
 from effuse.kernels.attention_splits_triton import PEAK, add_part, lse_of, seen_end_of
 
 ROWS = gl.constexpr(64)
@@ -51,7 +52,16 @@ def consume(
     else:
         result, total, peak = _part(tiles, 0, num_tiles, masked_tiles, False)
 
-    out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits, own_lse = results
+    (
+        out, partial_out, partial_lse, out_token, out_head, num_tokens, num_splits, own_lse,
+        beginning,
+    ) = results  # fmt: skip
+    if len(beginning) == 1:
+        await_kernel_before()
+        result, total, peak = _with_beginning(
+            result, total, peak, beginning[0], partial_out, partial_lse, first_row + row // GROUPS,
+            kv_head * GROUPS + row % GROUPS, row < num_rows * GROUPS, num_tokens, GROUPS,
+        )  # fmt: skip
     divisor = total
     if CACHED_ONLY:
         divisor = gl.where(total > 0, total, 1.0)
@@ -88,6 +98,33 @@ def consume(
         columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, wide))
         pointers = out + rows_written[:, None] + columns[None, :]
         gl.store(pointers, queries.load(wide), mask=exists[:, None])
+
+
+@gluon.jit
+def _with_beginning(
+    result, total, peak, num_splits, partial_out, partial_lse, token, head, valid, num_tokens,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """(sums [64, D], totals and peaks [64]) with the first ``num_splits`` results of the same rows
+    over the beginning of their sequence."""
+    HEAD_DIM: gl.constexpr = result.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(1, result.type.layout)
+    column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, result.type.layout))
+    exists = gl.convert_layout(valid, layout)[:, None]
+    num_heads = gl.num_programs(0) * GROUPS
+    for split in range(num_splits):
+        part = (split * num_tokens + token).to(gl.int64) * num_heads + head
+        part_lse = gl.load(partial_lse + part, mask=valid, other=0.0)
+        place = gl.convert_layout(part * HEAD_DIM, layout)[:, None]
+        values = gl.load(partial_out + place + column[None, :], mask=exists, other=0.0)
+        new_peak = gl.maximum(peak, part_lse)
+        shrink = gl.exp2(peak - new_peak)
+        weight = gl.exp2(part_lse - new_peak)
+        total = total * shrink + weight
+        peak = new_peak
+        shrink = gl.convert_layout(shrink, layout)[:, None]
+        result = result * shrink + values * gl.convert_layout(weight, layout)[:, None]
+    return result, total, peak
 
 
 @gluon.jit

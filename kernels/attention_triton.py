@@ -13,7 +13,7 @@ Work: 4 * D FLOP for each (row, visible key) pair; bytes: q and out once, K and 
 for each tile (from L2 except for the first tile).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -41,6 +41,9 @@ from effuse.kernels.pages import is_distinct
 
 # Two resident programs on each of the 132 processors of an H100 or H200.
 PROGRAMS_PER_WAVE = 264
+# Splits of a beginning that the programs of the rest merge. From about 6 on a merge by itself is
+# faster (`benchmarks/gpu_shared.py`).
+MOST_MERGED = 4
 LOG2_E = 1.4426950408889634
 
 
@@ -82,8 +85,9 @@ def launch(
     Caches are views of either layout, as in `attention.block_attention`. ``splits`` overrides the
     number of programs for a sequence's keys. If the batch has shared beginnings, ``out`` has them
     too. With ``parts``, memory for that many splits as in `merge_splits`, all results go there
-    instead, and the caller merges them. Raises ValueError for head dims that tensor cores do
-    not support, and for rows whose D elements are not contiguous.
+    instead, and the caller merges them. With both, on Hopper, ``parts`` has the results of the
+    beginnings already. Raises ValueError for head dims that tensor cores do not support, and for
+    rows whose D elements are not contiguous.
     """
     tokens, q_heads, head_dim = q.shape
     num_seqs = len(batch.context_lens)
@@ -101,7 +105,7 @@ def launch(
         return
     others = (k, v, k_cache, v_cache, out)
     distinct = is_distinct(k_cache)
-    if not distinct and attention_hopper.is_supported(q, others, batch.page_size):
+    if _is_hopper(q, *others, batch.page_size):
         attention_hopper.launch(
             q, k, v, k_cache, v_cache, batch,
             scale=scale, out=out, splits=splits, batch_invariant=batch_invariant, lse=lse,
@@ -135,6 +139,13 @@ def launch(
         merge_splits(partial_out, partial_lse, batch, out, lse)
 
 
+def _is_hopper(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, page_size: int
+) -> bool:
+    others = (k, v, k_cache, v_cache, out)
+    return not is_distinct(k_cache) and attention_hopper.is_supported(q, others, page_size)
+
+
 def _launch_cascade(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     batch: AttentionBatch,
@@ -144,19 +155,22 @@ def _launch_cascade(
     splits: int | None,
 ) -> None:
     """Rows of a beginning share tiles of 128 (on Hopper); over the rest each sequence has its own,
-    of 64. One merge takes the splits of both."""
+    of 64. The last launch merges the results of both."""
     q, kv_heads = inputs[0], inputs[1].shape[1]
     tall = -(-len(q) * q.shape[1] // 128)
     short = len(batch.context_lens) * kv_heads
     first = splits or most_splits(tall, PROGRAMS_PER_WAVE // 2, shared.max_context)
     rest = splits or most_splits(short, PROGRAMS_PER_WAVE, batch.max_context)
+    # A program that has all of a sequence's own keys also merges a few splits, one after another.
+    merges = rest == 1 and first <= MOST_MERGED and _is_hopper(*inputs, out, batch.page_size)
     parts = partial_results(q, first + rest)
-    ends = (shared, 0, first), (batch, first, first + rest)
-    for one, begin, end in ends:
-        launch(
-            *inputs, one, scale=scale, out=out, splits=end - begin, cached_only=one is shared,
-            parts=(parts[0][begin:end], parts[1][begin:end]),
-        )  # fmt: skip
+    of_shared = parts[0][:first], parts[1][:first]
+    launch(*inputs, shared, scale=scale, out=out, splits=first, cached_only=True, parts=of_shared)
+    if merges:
+        launch(*inputs, batch, scale=scale, out=out, splits=rest, parts=of_shared)
+        return
+    own, of_own = replace(batch, shared=None), (parts[0][first:], parts[1][first:])
+    launch(*inputs, own, scale=scale, out=out, splits=rest, parts=of_own)
     merge_splits(*parts, batch, out, shared_splits=first)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -257,17 +258,18 @@ def test_full_tiles_save_nothing() -> None:
     assert wide.changed() is None and not wide.pay_off
 
 
-@pytest.mark.parametrize(("others", "fewer_heads", "expected"), [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+@pytest.mark.parametrize(("others", "fewer_heads", "expected"), [(0, 0, 1), (8, 0, 0), (0, 1, 0)])
 def test_sharing_pays_off_from_a_number_of_keys_on(
     others: int, fewer_heads: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight sequences of 16 rows fill one tile instead of eight; otherwise slots keep their order,
-    in which they wait."""
+    in which they wait. Own keys count against it."""
     monkeypatch.setattr(device_buckets, "LEAST_SAVED", LEAST_SAVED)
     monkeypatch.setattr(device_buckets, "LEAST_SAVED_EACH", LEAST_SAVED_EACH)
-    saved = 7 * 60 * PAGE * 4 - 8 * LEAST_SAVED_EACH
-    heads = -(-LEAST_SAVED // saved)
+    saved = 7 * 240 * PAGE - 8 * 10 * PAGE * LEAST_SAVED_EACH
+    heads = math.ceil(LEAST_SAVED / saved)
     layout = replace(SLOTS, max_pages=512)
-    alike = dict.fromkeys(range(8), "a" * 240) | {9 + i: "b" for i in range(others)}
+    alike = {slot: "a" * 240 + chr(1000 + slot) * 10 for slot in range(8)}
+    alike |= {9 + i: chr(2000 + i) * 250 for i in range(others)}
     found = beginnings(alike, kv_heads=heads - fewer_heads, layout=layout)
     assert (found.changed() is not None) == expected == found.pay_off

@@ -148,7 +148,7 @@ def test_attention_loads_pages_in_wide_asynchronous_copies(attention: Codes) -> 
 
 def test_attention_for_hopper_keeps_its_main_loops_in_registers(hopper: Codes) -> None:
     """Of two loops a warpgroup has, over masked and over whole tiles, the second never spills."""
-    assert len(hopper) == 14
+    assert len(hopper) == 16
     for variant, code in hopper:
         steps = code.sass.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")
         loops = [step for step in steps if "WARPGROUP.DEPBAR.LE gsb0, 0x1" in step]
@@ -158,13 +158,17 @@ def test_attention_for_hopper_keeps_its_main_loops_in_registers(hopper: Codes) -
 
 
 def test_attention_for_hopper_multiplies_on_wgmma_and_copies_boxes(hopper: Codes) -> None:
+    shares = [code.registers for variant, code in hopper if variant == "sdar_shares"]
+    assert shares == [168, 128, 128], "of beginnings, of the rest, and of the rest with the merge"
     for variant, code in hopper:
         assert code.count("HGMMA") >= 36, (variant, str(code))
         assert code.count("HMMA") == 0, (variant, str(code))
         assert code.count("USETMAXREG") > 0, (variant, str(code))
         assert code.count("UTMALDG") > 0, (variant, str(code))
-        # It awaits the kernel before, and allows the one after, once each.
-        assert (code.count("ACQBULK"), code.count("PREEXIT")) == (1, 1), (variant, str(code))
+        # It awaits the kernel before, and allows the one after, once each. That of beginnings also
+        # awaits it in programs without work, because the next kernel relies on that.
+        awaits, allows = code.count("ACQBULK"), code.count("PREEXIT")
+        assert allows == 1 and awaits in ((1, 2) if variant == "sdar_shares" else (1,)), str(code)
         assert code.count("LDGSTS.E.BYPASS.128") > 0, (variant, str(code))
 
 

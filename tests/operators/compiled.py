@@ -122,7 +122,7 @@ def launch_attention(
         [context] * shape.sequences,
         [[0] * (context // shape.page_size)] * shape.sequences,
         [0] * shape.sequences,
-        block_size=32,
+        block_size=4 if shares else 32,
         page_size=shape.page_size,
         device=torch.device("cpu"),
     )
@@ -130,23 +130,21 @@ def launch_attention(
     launch = attention_hopper.launch if hopper else attention_triton.launch
     if shares:
         parts = attention_splits_triton.partial_results(q, 4)
-        launch(q, k, v, *pages, batch, scale=0.1, out=q, splits=4, parts=parts)
-        attention_splits_triton.merge_splits(*parts, replace(batch, shared=batch), q)
+        shared = replace(batch, max_seqlen=len(q))
+        together = replace(batch, shared=shared)
+        for one, splits in ((shared, 4), (batch, 4), (together, 1)):
+            launch(
+                q, k, v, *pages, one,
+                scale=0.1, out=q, splits=splits, cached_only=one is shared, parts=parts,
+            )  # fmt: skip
+        attention_splits_triton.merge_splits(*parts, together, q)
         return
     made = empty_partials(len(q), shape.q_heads, shape.head_dim, q) if partial_results else None
     out, lse = (torch.empty_like(q), None) if made is None else (made.out, made.lse)
     launch(
-        q,
-        k,
-        v,
-        *pages,
-        batch,
-        scale=0.1,
-        out=out,
-        batch_invariant=invariant,
-        lse=lse,
-        cached_only=partial_results,
-    )
+        q, k, v, *pages, batch,
+        scale=0.1, out=out, batch_invariant=invariant, lse=lse, cached_only=partial_results,
+    )  # fmt: skip
 
 
 def launch_merge_of_ranks() -> None:
