@@ -16,6 +16,7 @@ Extra = Literal["server", "worker", "mooncake", "plot", "traces"]
 MODULES: Final[dict[Extra, frozenset[str]]] = {
     "server": frozenset(
         {
+            "h11",
             "jinja2",
             "prometheus_client",
             "redis",

@@ -9,9 +9,10 @@ import contextlib
 import resource
 import socket
 import ssl
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
 
+import h11
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,6 +29,44 @@ LOOK_S: Final = 1.0
 """Between two looks at certificates and at idle connections."""
 BACKLOG: Final = 2048
 """Connections that the kernel holds until they are taken."""
+LINGER_S: Final = 5.0
+LINGER_BYTES: Final = 64 << 20
+"""How long, and for how much of a request, a connection stays open behind an early response."""
+
+
+class _Lingering:
+    """A transport that at its end discards the rest of a request before it closes.
+
+    The kernel resets a connection that is closed with unread input. A client that writes its whole
+    body first would then see the reset instead of the response.
+    """
+
+    def __init__(self, transport: asyncio.Transport, has_more: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._has_more = has_more
+        self.bytes_left: int | None = None  # that it still discards; None before its end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self.bytes_left is not None or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing() or not self._has_more():
+            self._transport.close()
+            return
+        self.bytes_left = LINGER_BYTES
+        if self._transport.can_write_eof():  # not over TLS
+            self._transport.write_eof()
+        self._transport.resume_reading()
+        asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
+
+    def discard(self, num_bytes: int) -> None:
+        assert self.bytes_left is not None, "it is not at its end"
+        self.bytes_left -= num_bytes
+        if self.bytes_left < 0:
+            self._transport.close()
 
 
 class _Connection(H11Protocol):
@@ -36,8 +75,20 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Keeps half of the process's descriptors for its other connections."""
         super().connection_made(transport)
+        self._lingering = _Lingering(transport, self._has_more)
+        self.transport = cast(asyncio.Transport, self._lingering)
         if 2 * len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             transport.abort()
+
+    def _has_more(self) -> bool:
+        """Whether the client may still send a part of its request, or of what is no HTTP."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering.bytes_left is None:
+            super().data_received(data)
+        else:
+            self._lingering.discard(len(data))
 
     @property
     def is_idle(self) -> bool:

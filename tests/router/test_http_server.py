@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import resource
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from router.fakes import FakeFleet, run, until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from effuse.router import http_server
 from effuse.router.http_server import IDLE_S, HttpServer
 
 BODY = json.dumps({"prompt": "how many?", "stream": True}).encode()
@@ -94,6 +97,79 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
         expects = head(length=1025, more="Expect: 100-continue\r\n")
         top, _ = await answer_to(fleet, expects, closes=False)
         assert top.startswith(b"HTTP/1.1 413 ")
+
+    serve(body)
+
+
+def written_whole(port: int, context: ssl.SSLContext | None, headers: dict[str, str]) -> int:
+    """The status that a client reads that first writes a body of 5 MB."""
+    connection = (
+        http.client.HTTPConnection("localhost", port, timeout=20)
+        if context is None
+        else http.client.HTTPSConnection("localhost", port, timeout=20, context=context)
+    )
+    pieces = [b"x" * 50_000] * 100
+    body = pieces if "Transfer-Encoding" in headers else b"".join(pieces)
+    given = {"Content-Type": "application/json", "Connection": "close", **headers}
+    try:
+        connection.request("POST", "/v1/completions", body, given, encode_chunked=True)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 413),
+        ({"Transfer-Encoding": "chunked"}, 413),
+        ({"Connection": "keep-alive"}, 413),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Transfer-Encoding": "unknown"}, 400),
+    ],
+)
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_client_that_writes_its_whole_body_first_reads_the_refusal(
+    headers: dict[str, str], status: int, has_tls: bool, tmp_path: Path
+) -> None:
+    authority = Authority.make(tmp_path / "ca")
+    files = authority.sign("router", "localhost")
+    context = ssl.create_default_context(cafile=str(authority.cert)) if has_tls else None
+
+    async def body(fleet: FakeFleet) -> None:
+        port = fleet.router.ports.http
+        assert await asyncio.to_thread(written_whole, port, context, headers) == status
+
+    cert, key = (files.cert, files.key) if has_tls else (None, None)
+    run(body, http_port=0, max_message_bytes=1024, tls_cert=cert, tls_key=key)
+
+
+def test_a_client_that_writes_much_that_is_no_http_reads_the_refusal() -> None:
+    def ask(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(b"X" * 5_000_000)
+            return connection.recv(100)
+
+    async def body(fleet: FakeFleet) -> None:
+        assert (await asyncio.to_thread(ask, fleet.router.ports.http)).startswith(b"HTTP/1.1 400 ")
+
+    serve(body)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("LINGER_S", 0.1), ("LINGER_BYTES", 1000)])
+def test_what_a_refused_client_still_sends_has_bounds(
+    limit: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, limit, value)
+
+    async def body(fleet: FakeFleet) -> None:
+        _, writer = await connect(fleet)
+        writer.write(head(length=1 << 30, more="Connection: close\r\n"))
+        with pytest.raises(ConnectionError):
+            while True:  # until the server has closed the connection
+                writer.write(b"x" * 500)
+                await writer.drain()
+                await asyncio.sleep(0.01)
 
     serve(body)
 
