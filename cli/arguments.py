@@ -239,13 +239,17 @@ def params_from(parser: argparse.ArgumentParser, found: argparse.Namespace) -> P
         parser.error(str(error))
 
 
+_TOKEN: Final = "--token-file or EFFUSE_TOKEN"
+
+
 @contextmanager
-def calling(target: str) -> Iterator[None]:
-    """Turns the failure of a call to the router at `target` into a CommandError."""
+def calling(target: str, accepts: str = _TOKEN) -> Iterator[None]:
+    """Turns the failure of a call to `target`, a router by default, into a CommandError. `accepts`
+    names the flags of the credentials that it accepts."""
     try:
         yield
     except (EffuseError, grpc.aio.AioRpcError) as error:
-        raise CommandError(explain(error, target)) from error
+        raise CommandError(explain(error, target, accepts)) from error
     except StreamBroken as error:
         raise CommandError(str(error)) from error
 
@@ -256,8 +260,8 @@ def client_of(target: str, credentials: Credentials, timeout_s: float) -> Client
     return Client(target, timeout_s=timeout_s, max_attempts=1, tls=shown.tls, token=shown.token)
 
 
-def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:
-    """Why the call to the router at `target` failed, on one line, with a remedy."""
+def explain(error: EffuseError | grpc.aio.AioRpcError, target: str, accepts: str = _TOKEN) -> str:
+    """Why the call to `target` failed, on one line, with a remedy, for `calling`."""
     call = error.__cause__ if isinstance(error, EffuseError) else error
     found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
     code, told = found.code, str(found)
@@ -265,7 +269,7 @@ def explain(error: EffuseError | grpc.aio.AioRpcError, target: str) -> str:
         f" closed the call with {call.code().name}"
     ):
         code, told = call.code(), _lost(call.code(), call.details() or "no details", target)
-    hint = " (--token-file or EFFUSE_TOKEN)" if code is grpc.StatusCode.UNAUTHENTICATED else ""
+    hint = f" ({accepts})" if code is grpc.StatusCode.UNAUTHENTICATED else ""
     return f"{code.name}: {told}{hint}"
 
 

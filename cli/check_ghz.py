@@ -82,7 +82,7 @@ def read(path: Path) -> GhzReport:
         return msgspec.json.decode(path.read_bytes(), type=GhzReport)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"{path}: expected a ghz report in JSON: {error}") from error
 
 

@@ -32,11 +32,8 @@ _POLL_S = 0.2
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises CommandError if there is no such log."""
     found = make_parser().parse_args(argv)
-    where = found.log_dir or latest(logs_home(), found.fleet)
-    if where is None:
-        fleet = f" {found.fleet!r}" if found.fleet else ""
-        raise CommandError(f"{logs_home()} has no logs of a fleet{fleet}")
-    names = sorted(log.stem for log in where.glob("*.log"))
+    where = found.log_dir or _latest_of_user(found.fleet)
+    names = sorted(log.stem for log in _logs(where))
     if not (names or found.follow):
         raise CommandError(f"{where} has no logs")
     if found.process is not None and found.process not in names:
@@ -58,10 +55,26 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _latest_of_user(fleet: str | None) -> Path:
+    """The directory of this user's last fleet, or the last one of this name."""
+    try:
+        home = logs_home()
+    except RuntimeError as error:  # a user without a home
+        raise CommandError(f"{error}; --log-dir names the logs' directory") from error
+    if (found := latest(home, fleet)) is None:
+        name = f" {fleet!r}" if fleet else ""
+        raise CommandError(f"{home} has no logs of a fleet{name}")
+    return found
+
+
+def _logs(where: Path, process: str = "*") -> list[Path]:
+    return sorted(one for one in where.glob(f"{process}.log") if one.is_file())
+
+
 def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) -> None:
     """Writes the last lines of each log that `process` matches, and then new lines."""
     follower = LogFollower(where, out, process)
-    for log in sorted(where.glob(f"{process}.log")):
+    for log in _logs(where, process):
         for line in last_lines(log, lines):
             print(with_name(log.stem, line), file=out)
     out.flush()

@@ -121,7 +121,10 @@ def planned(sheet: Sheet, asked: argparse.Namespace) -> Sheet:
     if sheet.lines and not given:
         return sheet
     if not sheet.times.are_known:
-        raise CommandError("times: expected at least one entry in prompts and one in answers")
+        raise CommandError(
+            "times: expected at least one entry in prompts and one in answers, which a fleet has "
+            "once it has answered some requests"
+        )
     known = {} if sheet.workload is None else msgspec.structs.asdict(sheet.workload)
     load = known | {name: given[name] for name in _LOAD if name in given}
     if lacking := [name for name in _LOAD if name not in load]:

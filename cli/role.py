@@ -19,6 +19,7 @@ from effuse.cli.arguments import (
     file,
     number,
 )
+from effuse.config import checks
 from effuse.protos.channels import FleetAccess, worker_stub
 from effuse.protos.errors import NotFound
 from effuse.v1 import worker_pb2
@@ -30,13 +31,17 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     asked = parser.parse_args(argv)
     shown = credentials_of(parser, asked)
+    try:
+        checks.together(asked, "fleet_cert", "fleet_key", "fleet_ca")
+    except ValueError as error:
+        parser.error(str(error))
     secret = asked.fleet_secret or secret_of(asked.target)
     access = FleetAccess.read(asked.fleet_cert, asked.fleet_key, asked.fleet_ca, secret)
     with calling(asked.target), client_of(asked.target, shown, asked.timeout) as client:
         found = {one.worker_id: one for one in client.workers()}
         if asked.worker not in found:
             raise NotFound(f"no worker is named {asked.worker!a}: {', '.join(found) or 'none'}")
-    with calling(place := found[asked.worker].address):
+    with calling(place := found[asked.worker].address, "--fleet-secret or --fleet-cert"):
         told = asyncio.run(_change(access, place, asked))
     rest = f", and finishes {told.leaving} requests of its former role" if told.leaving else ""
     by = ", and routers may change that" if asked.role == AUTO else ""

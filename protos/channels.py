@@ -227,7 +227,8 @@ class FleetChannel(MetadataChannel):
             text = f"{self._address} did not prove that it belongs to the fleet"
             raise PeerLost(f"{text}: {error.code().name}") from error
         if not hmac.compare_digest(answer.digest, self._secret.proof(self._address, nonce)):
-            raise PeerLost(f"{self._address} does not belong to the fleet")
+            text = f"{self._address} does not belong to the fleet"
+            raise PeerLost(f"{text}: another --fleet-secret, or it announces another address")
         self._is_proven = True
 
 

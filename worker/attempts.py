@@ -92,7 +92,7 @@ class Duty:
             )
         if hand_over_s is not None and not hand_over_s >= 0:  # also NaN
             raise InvalidRequest.of("hand_over_s", f"expected 0 seconds or more, got {hand_over_s}")
-        if found != self.role and not self.may_change:
+        if not self.may_change and (found != self.role or role == AUTO):
             raise Refused(
                 f"this worker is always a {self.role} worker; effuse-worker starts workers whose "
                 "role may change",

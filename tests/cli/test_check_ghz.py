@@ -62,7 +62,8 @@ def test_some_calls_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "2 calls failed, 1 may: 2 with Unavailable" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"count": "6"}', b"\xff", b'{"count": 6'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"count": "6"}', b"\xff", b'{"count": 6',
+                                     b'{"a":' * 100_000])  # fmt: skip
 def test_what_is_no_report_is_refused(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

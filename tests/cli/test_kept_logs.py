@@ -130,3 +130,24 @@ def test_where_none_can_be_kept_the_fleet_starts_all_the_same(
     config = FleetConfig()
     assert keep_logs(config, ExitStack()) is config
     assert "effuse up: logs are not written to files: " in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_learns_of_the_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert main(["logs"]) == 1
+    assert "--log-dir names the logs' directory" in capsys.readouterr().err
+
+
+def test_a_directory_among_the_logs_is_no_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.log").mkdir()
+    (tmp_path / "router.log").write_text("a line\n")
+    assert main(["logs", "--log-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "router     | a line\n"

@@ -139,7 +139,7 @@ def test_flags_replace_parts_of_a_router_s_load(capsys: pytest.CaptureFixture[st
         assert main(["plan", "--model", "none", *at]) == 1
         assert "expected a model that had requests, got 'none'" in capsys.readouterr().err
         assert main(["plan", "--model", "new", "--rate", "3", *at]) == 1
-        assert "at least one entry" in capsys.readouterr().err
+        assert "once it has answered some requests" in capsys.readouterr().err
 
 
 def test_a_router_that_is_away_is_named(capsys: pytest.CaptureFixture[str]) -> None:

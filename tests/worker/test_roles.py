@@ -9,7 +9,7 @@ import pytest
 
 from effuse.placement.records import Kind, Role
 from effuse.protos.errors import InvalidRequest, OtherRole, Refused
-from effuse.worker.attempts import ROLES, Duty
+from effuse.worker.attempts import AUTO, ROLES, Duty
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ACCEPTS: dict[Role, set[Kind]] = {
@@ -53,6 +53,8 @@ def test_a_fixed_role_only_stays(role: Role) -> None:
     with pytest.raises(Refused, match=f"always a {role} worker") as refused:
         duty.changed("both", now=0.0, hand_over_s=None)
     assert not refused.value.retryable
+    with pytest.raises(Refused, match=f"always a {role} worker"):
+        duty.changed(AUTO, now=0.0, hand_over_s=None)
 
 
 @pytest.mark.parametrize("role", ["", "Prefill", "prefill ", "all", "x" * 1000])
