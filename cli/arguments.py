@@ -78,7 +78,8 @@ _TOKEN_ID = whole(0, 2**32 - 1)  # the range of the wire
 
 def _path(form: str, accepts: Callable[[Path], bool]) -> Callable[[str], Path]:
     def parse(text: str) -> Path:
-        if not accepts(path := Path(text)):
+        # An empty text, such as an unset variable of a shell, would be the working directory.
+        if not (text and accepts(path := Path(text))):
             raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}")
         return path
 

@@ -98,10 +98,12 @@ def read_words(path: Path, flags: Mapping[str, argparse.Action]) -> list[str]:
         entries = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigFileError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigFileError(f"{path}: not TOML: {error}") from error
     words: list[str] = []
     for key, value in entries.items():
+        if key not in flags and isinstance(value, dict):
+            raise ConfigFileError(f"{path}: [{key}]: expected flags without a table around them")
         if key not in flags:
             near = difflib.get_close_matches(key.replace("_", "-"), flags, n=1, cutoff=0.0)
             raise ConfigFileError(f"{path}: {key}: unknown flag; did you mean {near[0]}?")
@@ -279,7 +281,8 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
     else:
         name = {int: "N", float: "X", Path: "PATH"}.get(cast(type, kind), "NAME")
         parse_value = cast("type[int] | type[float] | type[str] | type[Path]", kind)
-        form = {int: "a whole number", float: "a number"}.get(cast(type, kind), "")
+        forms = {int: "a whole number", float: "a number", Path: "a path"}
+        form = forms.get(cast(type, kind), "")
         parser.add_argument(
             flag, type=_value(parse_value, form), default=default, metavar=name, help=text
         )
@@ -290,6 +293,8 @@ def _value(parse_value: Callable[[str], Any], form: str) -> Callable[[str], Any]
 
     def parse(text: str) -> Any:
         try:
+            if parse_value is Path and not text:  # such as an unset variable of a shell
+                raise ValueError
             return parse_value(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}") from None

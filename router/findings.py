@@ -8,8 +8,9 @@ settings (`validation.py`)."""
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args, get_origin
 
+import msgspec
 from google.protobuf import struct_pb2
 
 from effuse.client.chat import ROLES, Chat
@@ -39,6 +40,16 @@ class Findings:
 
     def add(self, name: str, expected: str, found: object) -> None:
         self.violations.append(FieldViolation(name, f"expected {expected}, got {found}"))
+
+    def misfit(self, name: str, kind: Any, value: object, error: msgspec.ValidationError) -> None:
+        """A value that msgspec cannot convert to `kind`, a type of Python."""
+        kinds = (kind, *get_args(kind))
+        choices = [one for part in kinds if get_origin(part) is Literal for one in get_args(part)]
+        if choices and isinstance(value, str):
+            self.add(name, f"one of {', '.join(choices)}", shown(value))
+        else:
+            told = str(error)
+            self.violations.append(FieldViolation(name, told[:1].lower() + told[1:]))
 
     def raise_any(self) -> None:
         """Raises `InvalidRequest` with all of them, if there are any."""

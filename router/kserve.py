@@ -164,7 +164,8 @@ def _prompt_of(asked: kserve.ModelInferRequest, findings: Findings) -> str:
     elements = [_unpack(raw[0])] if len(raw) == 1 else list(contents)
     if len(raw) > 1 or len(elements) != 1 or elements[0] is None:
         where = "raw_input_contents" if raw else "inputs[0].contents.bytes_contents"
-        findings.add(where, "one element", f"{len(raw) or len(contents)} that are not that")
+        form = "one element of 4 bytes with its length and its text" if raw else "one element"
+        findings.add(where, form, "another length" if len(raw) == 1 else len(raw) or len(contents))
         return ""
     try:
         return elements[0].decode()
@@ -202,7 +203,7 @@ def _settings_of(
         try:
             settings[name] = msgspec.convert(value, _SETTINGS[name], strict=not is_text)
         except msgspec.ValidationError as error:
-            findings.add(where, "a value that fits", str(error))
+            findings.misfit(where, _SETTINGS[name], value, error)
     return settings
 
 

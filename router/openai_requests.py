@@ -167,7 +167,7 @@ def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
             try:
                 given[name] = msgspec.convert(value, fields[name])
             except msgspec.ValidationError as error:
-                findings.add(name, "another type", str(error))
+                findings.misfit(name, fields[name], value, error)
     return given
 
 
@@ -203,8 +203,9 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
 
 def _prompts(given: Json, findings: Findings) -> list[Prompt]:
     prompt = given.get("prompt")
-    if prompt is None:
+    if prompt is None and not any(one.field == "prompt" for one in findings.violations):
         findings.add("prompt", "a text, token ids, or a list of either", "none")
+    if prompt is None:
         return []
     kinds = {type(one) for one in prompt}
     if isinstance(prompt, str) or kinds == {int}:

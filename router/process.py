@@ -252,7 +252,7 @@ async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> N
 async def _follow_fleet(router: Router, server: RpcServer) -> None:
     """Keeps queue, waiting requests, health and channels in step with the fleet, until
     cancelled."""
-    told = dict[str, str]()
+    written = logged = dict[str, str]()
     ready = ReadyWorkers(time.monotonic)
     while True:
         began = time.thread_time()
@@ -262,15 +262,14 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         ready.look(live)
         router.seats.give_up_waiting()
         facts, path = _ready_facts(router, live, ready.counts), router.config.ready_file
-        if path is not None and facts != told:
+        if path is not None and facts != written:
             try:
                 rpc.update_ready_file(path, router.ports.address, **facts)
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # a full disk, or no JSON any more
-                LOG.warning("%s could not be written: %s", path, error)
-        told = facts
+                written = facts
+            except (OSError, ValueError) as error:  # a full disk, or no JSON any more
+                if facts != logged:
+                    LOG.warning("%s could not be written: %s", path, error)
+                logged = facts
         router.metrics.show_workers(candidates)
         with _beside_requests("a plan of roles was not made"):
             if router.steering.look(candidates, router.admission.waiting_by_model()):

@@ -34,6 +34,8 @@ from effuse.protos.errors import DETAILS_KEY, EffuseError, Unauthenticated, Unav
         (arguments.target, "a b:1", "expected HOST:PORT, got 'a b:1'"),
         (arguments.target, "h:1/", "expected HOST:PORT, got 'h:1/'"),
         (arguments.directory, "/no/such", "expected a directory, got '/no/such'"),
+        (arguments.directory, "", "expected a directory, got ''"),
+        (arguments.new_file, "", "expected a file in an existing directory, got ''"),
         (arguments.file, "/no/such", "expected a file, got '/no/such'"),
         (
             arguments.new_file,

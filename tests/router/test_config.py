@@ -75,6 +75,7 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
         (["--prefill", "maybe"], "choose from"),
         (["--redis-url", "localhost"], "expected redis://host:port/db, got 'localhost'"),
         (["--model", "/no/such/dir"], "--model: expected a directory, got '/no/such/dir'"),
+        (["--model", ""], "argument --model: expected a path, got ''"),
         (["--fleet", "a b"], "expected 1 to 128 letters"),
     ],
 )

@@ -204,6 +204,9 @@ def test_a_ready_file_that_cannot_be_written_any_more_ends_no_router(
         await fleet.announce()
         await until(lambda: f"{ready} could not be written: " in caplog.text)
         assert (await ask(fleet)).text == "the answer is three"
+        ready.with_name("ready.partial").rmdir()
+        await until(lambda: json.loads(ready.read_text())["decode"] == "1")
+        assert caplog.text.count("could not be written") == 1
 
     run(body, num_decode=2, ready_file=ready)
 

@@ -1,0 +1,34 @@
+"""Bodies of OpenAI's API that do not fit: the message has the accepted form, once a field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from effuse.protos.errors import InvalidRequest
+from effuse.router.openai_requests import Endpoint, request_of
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"prompt": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "told"),
+    [
+        ("completion", {"prompt": 5}, "prompt: expected `str | array`, got `int`"),
+        ("completion", {"prompt": [True]}, "prompt: expected `int | str | array`, got `bool`"),
+        ("completion", {}, "prompt: expected a text, token ids, or a list of either, got none"),
+        ("completion", TEXT | {"n": 1.5}, "n: expected `int | null`, got `float`"),
+        ("chat", CHAT | {"tool_choice": "required"}, "expected one of none, auto, got 'required'"),
+        ("chat", CHAT | {"algorithm": "x" * 3000}, "block_diffusion, llada, dream, fast_dllm"),
+        ("chat", CHAT | {"algorithm": "x" * 3000}, "... (3000 characters)"),
+        ("chat", CHAT | {"tool_choice": {"a": 1}}, "tool_choice: expected `str`, got `object`"),
+    ],
+)
+def test_a_misfit_is_told_once_and_cut(endpoint: Endpoint, body: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        request_of(body, endpoint)
+    (one,) = refused.value.violations
+    text = f"{one.field}: {one.description}"
+    assert told in text and text.count("expected") == 1 and len(text) < 300
