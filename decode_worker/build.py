@@ -149,8 +149,10 @@ def make_core(
 
 
 def denoises_on_device(config: DecodeConfig, device: torch.device) -> bool:
-    """Whether steps are graphs over the device's slots, instead of run by the host."""
-    return device.type == "cuda" and config.runs_graphs
+    """Whether steps are graphs over the device's slots, instead of run by the host, which has
+    several forwards of a pipeline under way."""
+    is_whole = config.pipeline_parallel_size == 1
+    return device.type == "cuda" and config.runs_graphs and is_whole
 
 
 def limits_of(config: DecodeConfig, part: Assembly | RankPart) -> DecodeLimits:

@@ -166,11 +166,10 @@ class PipelineStage:
     def is_last(self) -> bool:
         return self.number == self.count - 1
 
-    def receive(self, num_rows: int, width: int, like: Tensor) -> Tensor:
-        """The rows [num_rows, width] of the stage before; `like` has their dtype and device."""
+    def receive(self, into: Tensor) -> Tensor:
+        """The rows [T, H] of the stage before, in `into`."""
         assert self.before is not None, "the first stage embeds its rows"
-        rows = torch.empty(num_rows, width, dtype=like.dtype, device=like.device)
-        return self.before.take_over(rows)
+        return self.before.take_over(into)
 
     def send(self, rows: Tensor) -> None:
         """Passes rows to the next stage; never waits for it."""

@@ -2,12 +2,13 @@
 
 The host needs about 8 ms to launch a forward's kernels one by one, which equals 300 rows of a 7B
 model, and an engine that also decodes needs that time. Prompts that begin with cached tokens have
-separate graphs, if there may be any. Forwards with candidates run without graphs.
+separate graphs, if there may be any. Forwards with candidates run without graphs, except in a
+pipeline, whose stages have no slots on their devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -48,6 +49,7 @@ class PromptGraphs:
         self._page_size = page_size
         self._block_size = block_size
         self._max_context = max_context
+        self._stage = None if model.stage is None else _StageRows.empty(model)
         self._inputs = _Inputs.empty(model.device, max(1, -(-max_context // page_size)))
         self._graphs: dict[_Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # memory that all graphs share
@@ -58,7 +60,8 @@ class PromptGraphs:
         return (
             len(parts) <= MOST_SEQUENCES
             and 0 < num_rows <= MOST_ROWS
-            and not any(part.num_behind or len(part.candidates) for part in parts)
+            and not any(part.num_behind for part in parts)
+            and (self._stage is not None or not any(len(part.candidates) for part in parts))
             and all(part.start <= self._max_context for part in parts)
         )
 
@@ -73,7 +76,8 @@ class PromptGraphs:
                 add_progress(1)
 
     def run(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
-        """Hidden rows [kept boundaries, H], to be read before the next call; stores K and V."""
+        """Hidden rows [candidates + kept boundaries, H], to be read before the next call; stores K
+        and V. A stage before the last one passes its rows on, and returns none."""
         bucket = _Bucket(
             rows=-(-len(packed.token_ids) // ROWS_APART) * ROWS_APART,
             num_seqs=1 if len(parts) == 1 else MOST_SEQUENCES,
@@ -83,6 +87,8 @@ class PromptGraphs:
         self._inputs.fill(parts, packed, bucket.rows)
         if bucket.max_context:
             self._inputs.fill_contexts(parts, self._page_size)
+        if self._stage is not None:
+            return self._stage.run(graph.replay, packed)
         graph.replay()
         return hidden[: len(packed.wanted_rows)]
 
@@ -110,15 +116,19 @@ class PromptGraphs:
         inputs, rows = self._inputs, bucket.rows
         num_wanted = bucket.num_seqs if self._model.config.shift_logits else 0
         stored = None if self._marks is None else self._marks.stored
-        return self._model.forward(
+        given = (
             inputs.token_ids[:rows],
             inputs.positions[:rows],
             self._attention(bucket),
             self._kv,
             inputs.slots[:rows],
-            last_rows=inputs.wanted[:num_wanted],
-            stored=stored,
         )
+        if (stage := self._stage) is None:
+            wanted = inputs.wanted[:num_wanted]
+            return self._model.forward(*given, last_rows=wanted, stored=stored)
+        mixed, residual, received = stage.first(rows)
+        self._model.forward_unfinished(*given, mixed, residual, stored=stored, received=received)
+        return mixed
 
     def _attention(self, bucket: _Bucket) -> AttentionBatch:
         """The batch over the inputs; rows after the last sequence belong to none."""
@@ -135,6 +145,44 @@ class PromptGraphs:
             max_context=bucket.max_context,
             gather=None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _StageRows:
+    """Rows of a pipeline's stage before and after its graphs, at fixed addresses. Exchanges with
+    other stages and what depends on the number of candidates run without a graph."""
+
+    model: Transformer
+    received: Tensor  # [MOST_ROWS, H]
+    mixed: Tensor  # [MOST_ROWS, Q], the last attention's output
+    residual: Tensor  # [MOST_ROWS, H]
+
+    @classmethod
+    def empty(cls, model: Transformer) -> _StageRows:
+        width = model.config.hidden_size
+        rows = torch.zeros(MOST_ROWS, 2 * width + model.q_dim, dtype=model.dtype)
+        sizes = [width, model.q_dim, width]
+        split = [one.contiguous().to(model.device) for one in torch.split(rows, sizes, dim=1)]
+        return cls(model, *split)
+
+    def first(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.mixed[:num_rows], self.residual[:num_rows], self.received[:num_rows]
+
+    def run(self, replay: Callable[[], None], packed: PackedParts) -> Tensor:
+        """As `PromptGraphs.run`; `replay` computes the layers up to the last attention."""
+        model, stage = self.model, self.model.stage
+        assert stage is not None, "a stage has rows"
+        mixed, residual, received = self.first(len(packed.token_ids))
+        if not stage.is_first:
+            stage.receive(received)
+        replay()
+        if not model.has_head:
+            return model.pass_on(mixed, residual)
+        if not len(packed.wanted_rows):
+            return residual[:0]
+        wanted = torch.empty(len(packed.wanted_rows), dtype=torch.int64, device=model.device)
+        _bring(packed.wanted_rows, wanted)
+        return model.finish(mixed[wanted], residual[wanted])
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +250,8 @@ class _Inputs:
         slots[:count] = packed.slots
         slots[count:bucket] = -1
         wanted = staged[3 * MOST_ROWS :]
-        wanted[: len(packed.wanted_rows)] = packed.wanted_rows
+        kept = packed.wanted_rows[:MOST_SEQUENCES]  # a stage does not read them
+        wanted[: len(kept)] = kept
         self._fill_sequences(wanted[MOST_SEQUENCES:].view(np.int32), parts)
         _bring(staged, self.copied)
 

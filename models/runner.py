@@ -300,9 +300,9 @@ class ModelRunner:
         return self.model.group.share(torch.stack(vectors))
 
     def _sampling(self, packed: PackedParts) -> RowSampling:
-        whole, real = packed.sampling_integers, packed.sampling_floats
-        top_k, seed, answer_index, position, denoise_count, score = self._to_device(list(whole))
-        temperature, top_p = torch.from_numpy(real).to(self.model.device)
+        integers = self._to_device(list(packed.sampling_integers))
+        top_k, seed, answer_index, position, denoise_count, score = integers
+        temperature, top_p = self._copied(packed.sampling_floats)
         return RowSampling(
             temperature=temperature,
             top_p=top_p,
@@ -315,27 +315,32 @@ class ModelRunner:
         )
 
     def _edits(self, parts: Sequence[Part]) -> LogitEdits | None:
-        packed, device = pack_edits(parts), self.model.device
+        packed = pack_edits(parts)
         if packed is None:
             return None
         begin, end, token = self._to_device([*packed.integers, packed.tokens])
-        penalty, add = torch.from_numpy(packed.entries).to(device)
+        penalty, add = self._copied(packed.entries)
         return LogitEdits(
             begin=begin.int(),
             end=end.int(),
             token=token.int(),
             penalty=penalty,
             add=add,
-            gap=torch.from_numpy(packed.gaps).to(device),
+            gap=self._copied(packed.gaps),
         )
 
     def _to_device(self, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
-        """int64 arrays as tensors; other devices get them all in a single copy."""
-        if self.model.device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
+        """int64 arrays as tensors, all in a single copy."""
         joined, spans = join_aligned(arrays)
-        copied = torch.from_numpy(joined).pin_memory().to(self.model.device, non_blocking=True)
+        copied = self._copied(joined)
         return [copied[span] for span in spans]
+
+    def _copied(self, array: np.ndarray) -> Tensor:
+        """An array on the device. Without pinned memory the copy would wait for the forward."""
+        found = torch.from_numpy(array)
+        if self.model.device.type != "cpu":
+            found = found.pin_memory().to(self.model.device, non_blocking=True)
+        return found
 
 
 def count_rows(parts: Sequence[Part], num_replicas: int) -> RowCounts:

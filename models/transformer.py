@@ -170,7 +170,7 @@ class Transformer:
         mixed = self._attend(layer, normed, kv[-1], rows)
         (stored or _ignore)(number)
         if not self.has_head:
-            return self._pass_on(layer, mixed, residual)
+            return self.pass_on(mixed, residual)
         if last_rows is not None:
             mixed, residual = mixed[last_rows], residual[last_rows]
         return self.finish(mixed, residual, wanted)
@@ -191,14 +191,16 @@ class Transformer:
         slot_mapping: Tensor,
         mixed: Tensor,
         residual: Tensor,
+        *,
+        stored: Stored | None = None,
+        received: Tensor | None = None,
     ) -> None:
-        """`forward` up to the last attention, for a caller that chooses rows later.
-
-        Fills `mixed` [T, Q] and `residual` [T, H]; `finish` turns any of them into hidden rows.
-        """
-        rows = _Rows(positions, attention, self._begin(attention, slot_mapping))
-        normed, before = self._but_last(token_ids, kv, rows, _ignore)
+        """`forward` up to the last attention: fills `mixed` [T, Q] and `residual` [T, H], for
+        `finish` of chosen rows or `pass_on`. `received` [T, H] are those of the stage before."""
+        rows = _Rows(positions, attention, self._begin(attention, slot_mapping), None, received)
+        normed, before = self._but_last(token_ids, kv, rows, stored or _ignore)
         mixed.copy_(self._attend(self.weights.layers[-1], normed, kv[-1], rows))
+        (stored or _ignore)(len(self.weights.layers) - 1)
         residual.copy_(before)
 
     def finish(
@@ -257,7 +259,7 @@ class Transformer:
     ) -> tuple[Tensor, Tensor]:
         """(normed input of the last layer; residual), both [T, H]."""
         layers = self.weights.layers
-        normed, residual = self._enter(token_ids, layers[0].attn_norm)
+        normed, residual = self._enter(token_ids, layers[0].attn_norm, rows)
         for number, (layer, following) in enumerate(pairwise(layers)):
             mixed = self._attend(layer, normed, kv[number], rows)
             stored(number)
@@ -265,21 +267,21 @@ class Transformer:
             normed, residual = self._add_norm(update, residual, following.attn_norm)
         return normed, residual
 
-    def _enter(self, token_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _enter(self, token_ids: Tensor, weight: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
         """(normed input of the first layer here; residual), both [T, H]."""
         if self.stage is None or self.stage.is_first:
             return self._embed(token_ids, weight)
-        config = self.config
-        residual = self.stage.receive(len(token_ids), config.hidden_size, weight)
-        return rms_norm(residual, weight, config.rms_norm_eps), residual
+        if (received := rows.received) is None:
+            received = self.stage.receive(weight.new_empty(len(token_ids), len(weight)))
+        return rms_norm(received, weight, self.config.rms_norm_eps), received
 
-    def _pass_on(self, layer: LayerWeights, mixed: Tensor, residual: Tensor) -> Tensor:
-        """Sends the stage's rows [T, H] to the next one, after its last layer."""
+    def pass_on(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Sends the rows [T, H] of `forward_unfinished` to the next stage; returns none of them."""
         assert self.stage is not None, "a stage before the last one passes rows on"
+        layer = self.weights.layers[-1]
         update, residual = self._mlp(layer, mixed, residual, None)
-        total = self._add_norm(update, residual, layer.mlp_norm)[1]  # the norm is the next one's
-        self.stage.send(total)
-        return total[:0]
+        self.stage.send(self._add_norm(update, residual, layer.mlp_norm)[1])  # any norm would do
+        return residual[:0]
 
     def _embed(self, token_ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(normed embeddings, embeddings) [T, H] of token_ids [T]. A CPU that holds all of them
@@ -394,3 +396,4 @@ class _Rows:
     attention: AttentionBatch
     slot_mapping: Tensor
     counts: tuple[int, ...] | None = None  # of each replica
+    received: Tensor | None = None  # [T, H] from the stage before, if they are here

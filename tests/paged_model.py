@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from padded_prompts import PaddedPrompts
 from torch import Tensor
 
 from effuse.kernels.attention import Attend, block_attention
@@ -47,10 +48,23 @@ class PagedModel:
             NUM_PAGES, generator=torch.Generator().manual_seed(page_size)
         ).tolist()
 
-    def runner(self) -> ModelRunner:
-        """A runner over this memory."""
+    def runner(self, *, padded: bool = False) -> ModelRunner:
+        """A runner over this memory; with `padded`, on rows as graphs have them."""
+        graphs = None
+        if padded:
+            graphs = PaddedPrompts(
+                self.model,
+                self.kv,
+                page_size=self.page_size,
+                block_size=self.block_size,
+                max_context=NUM_PAGES * self.page_size,
+            )
         return ModelRunner(
-            self.model, self.kv, page_size=self.page_size, block_size=self.block_size
+            self.model,
+            self.kv,
+            page_size=self.page_size,
+            block_size=self.block_size,
+            graphs=graphs,
         )
 
     def pages(self, num_tokens: int) -> list[int]:

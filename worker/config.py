@@ -158,10 +158,8 @@ class WorkerConfig(EngineSettings):
 
     @property
     def runs_graphs(self) -> bool:
-        """Whether a GPU may run captured graphs. FlexAttention compiles for new lengths, and the
-        host has several forwards of a pipeline under way."""
-        is_eager = self.enforce_eager or self.pipeline_parallel_size > 1
-        return not is_eager and self.attention != "flex"
+        """Whether a GPU may run captured graphs. FlexAttention compiles for new lengths."""
+        return not self.enforce_eager and self.attention != "flex"
 
     @property
     def longest_end_s(self) -> float:

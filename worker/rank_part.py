@@ -106,7 +106,7 @@ def make_part(
     held = len(layout.layers), len(layout.groups)
     marks = LayerMarks(*held, device) if role != "decode" else None
     begins_cached = config.enable_prefix_caching and model.config.family.is_block_causal
-    most_cached = max_model_len if begins_cached else 0
+    most_cached = max_model_len if begins_cached or model.stage is not None else 0
     graphs = _prompt_graphs(config, model, memory, marks, pulse, most_cached)
     queued = _queued_layers(device, role, pulse)
     runner = _runner(model, memory, graphs, marks, pulse, queued)

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, Architecture, TinySizes, write_tiny_checkpoint
+from models.test_stages import places
 from operators import child
 from padded_prompts import PaddedPrompts
 
 from effuse.kvtransfer.layout import KVLayout, PageMemory
+from effuse.models.config import ModelConfig
 from effuse.models.prompt_graphs import MOST_ROWS, MOST_SEQUENCES, PromptGraphs
 from effuse.models.runner import ModelRunner, Part, PartResult
 from effuse.models.transformer import Transformer
@@ -27,7 +29,7 @@ def make(
     model: Transformer, *, padded: bool, uses_graphs: bool = False
 ) -> tuple[ModelRunner, torch.Tensor]:
     config = model.config
-    sizes = config.num_layers, config.num_kv_heads, config.head_dim, PAGE
+    sizes = len(model.shard.layers), config.num_kv_heads, config.head_dim, PAGE
     layout = KVLayout("unified", *sizes, str(model.dtype).removeprefix("torch."))
     pool = PageMemory(layout, NUM_PAGES, model.device)
     memory, kv = pool.tensor.fill_(-7.0), pool.layer_views()
@@ -189,3 +191,39 @@ def test_graphs_go_on_from_cached_tokens_as_launches_do(
             torch.testing.assert_close(memory, expected, rtol=0, atol=bound)
             for mine, theirs in zip(boundaries(other), boundaries(one), strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=20 * bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["sdar", "dream"])
+def test_stages_of_a_pipeline_also_denoise_by_graphs(
+    tmp_path: Path, architecture: Architecture, dtype: torch.dtype
+) -> None:
+    path = write_tiny_checkpoint(tmp_path, architecture, gain=0.5, sizes=SIZES)
+    both: list[list[list[PartResult]]] = []
+    for uses_graphs in (False, True):
+        for place in places(ModelConfig.from_dir(path), 2):
+            model = load_model(path, device="cuda", dtype=dtype, block_size=BLOCK, place=place)
+            runner, _ = make(model, padded=uses_graphs, uses_graphs=True)
+            given = prompts(model, (20, 8, 40))
+            steps = [
+                replace(
+                    part,
+                    token_ids=[5, 6, model.config.mask_token_id, model.config.mask_token_id],
+                    start=len(part.token_ids),
+                    num_stored=0,
+                    block_origin=0,
+                    candidates=range(len(part.token_ids) + 2, len(part.token_ids) + 4),
+                    denoise_counts=[0, 0],
+                    keep_boundary=False,
+                )
+                for part in given
+            ]
+            found = [runner.run(parts) for parts in (given, steps, steps[1:], steps)]
+            assert model.has_head or found == [[]] * 4
+        both.append(found)
+    for one, other in zip(*both, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.confidences == pytest.approx(theirs.confidences, abs=0.05)
+            assert dtype != torch.float32 or mine.tokens == theirs.tokens

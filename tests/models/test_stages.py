@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -81,21 +81,37 @@ def test_stages_compute_what_one_computes(tmp_path: Path, family: str, count: in
         assert torch.equal(own[0], whole[0]) and torch.equal(own[1], whole[1])
 
 
-def test_a_runner_of_an_early_stage_has_no_results(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, "dream")
-    both = [Part(token_ids=IDS, start=0, pages=[1, 2, 3, 4], num_stored=13, block_origin=13,
-                 candidates=range(5, 13), denoise_counts=[0] * 8, keep_boundary=True)]  # fmt: skip
+@pytest.mark.parametrize("padded", [False, True], ids=["by calls", "on the rows of graphs"])
+@pytest.mark.parametrize("family", ["dream", "sdar"])
+def test_runners_of_stages_give_results_in_the_last_one(
+    tmp_path: Path, family: str, padded: bool
+) -> None:
+    """A prompt, a denoise step beside another prompt, and a step behind cached tokens."""
+    path = checkpoint(tmp_path, family)
+    prompt = Part(token_ids=IDS[:8], start=0, pages=[1, 2], num_stored=8, block_origin=8)
+    step = Part(token_ids=IDS[8:], start=8, pages=[1, 2, 3, 4], num_stored=0, block_origin=8,
+                candidates=range(9, 13), denoise_counts=[0] * 4)  # fmt: skip
+    alone = Part(token_ids=IDS, start=0, pages=[5, 6, 7, 8], num_stored=13, block_origin=13,
+                 candidates=range(5, 13), denoise_counts=[0] * 8, keep_boundary=True)  # fmt: skip
+    forwards = ([prompt], [alone, replace(prompt, pages=[9, 10])], [step], [step, alone])
 
-    def run(place: RankPlace) -> list[PartResult]:
-        return PagedModel(path, page_size=4, block_size=4, place=place).runner().run(both)
+    def run(place: RankPlace, padded: bool = padded) -> list[list[PartResult]]:
+        runner = PagedModel(path, page_size=4, block_size=4, place=place).runner(padded=padded)
+        graphs = runner._graphs
+        assert graphs is None or all(map(graphs.takes, forwards)), "none goes the usual way"
+        return [runner.run(parts) for parts in forwards]
 
-    (expected,) = run(RankPlace())
+    expected = run(RankPlace(), padded=False)
     of_stages = places(ModelConfig.from_dir(path), 2)
     with ThreadPoolExecutor(2) as pool:
-        none, (found,) = pool.map(run, of_stages)
-    assert none == [] and found.tokens == expected.tokens
-    assert expected.boundary is not None and found.boundary is not None
-    assert torch.equal(found.boundary, expected.boundary)
+        none, found = pool.map(run, of_stages)
+    assert none == [[]] * len(forwards)
+    for one, other in zip(expected, found, strict=True):
+        assert [mine.tokens for mine in one] == [theirs.tokens for theirs in other]
+        for mine, theirs in zip(one, other, strict=True):
+            assert (mine.boundary is None) == (theirs.boundary is None)
+            if mine.boundary is not None and theirs.boundary is not None:
+                assert torch.equal(mine.boundary, theirs.boundary)
 
 
 @pytest.mark.parametrize("tied", [False, True])
