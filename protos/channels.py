@@ -36,7 +36,7 @@ from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated, from
 from effuse.protos.fleet_secret import LEAST_BYTES, FleetSecret
 from effuse.protos.gate import TOLD
 from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
-from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
+from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles, check_name
 from effuse.v1 import generation_pb2_grpc as generation
 from effuse.v1 import model_pb2_grpc as model
 from effuse.v1 import monitor_pb2_grpc as monitor
@@ -162,6 +162,7 @@ class FleetAccess:
         if tls is not None:
             tls.check()
             tls.check_signature()
+            check_name(tls, FLEET_NAME)
         return cls(tls, None if secret is None else FleetSecret.read(secret))
 
     def server_tls(self) -> ServerTls | None:

@@ -79,6 +79,24 @@ class TlsFiles:
             raise OSError(f"{self.cert} is not signed by {self.ca}: {why}") from error
 
 
+def check_name(files: TlsFiles, name: str) -> None:
+    """Raises OSError unless two processes that both show these files, and expect this DNS name of
+    each other, accept them."""
+    if files.cert is None or files.key is None or files.ca is None:
+        return
+    server, client = _showing(files.cert, files.key), _trusting(files.ca)
+    client.load_cert_chain(files.cert, files.key)
+    client.check_hostname = True
+    server.load_verify_locations(files.ca)
+    server.verify_mode = ssl.CERT_REQUIRED
+    _be_lenient(server)
+    try:
+        _shake_hands(server, client, name)
+    except ssl.SSLCertVerificationError as error:
+        form = f"a certificate for the DNS name {name}, of servers and clients"
+        raise OSError(f"{files.cert}: expected {form}: {error.verify_message}") from error
+
+
 def _expect(path: Path, kind: bytes) -> None:
     """Raises OSError if a file has no PEM block of this kind."""
     found = path.read_bytes()
@@ -117,8 +135,7 @@ def _trusting(ca: Path) -> ssl.SSLContext:
     """Credentials of a client, which trusts each certificate in a file. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # like gRPC, on every version of Python
+    _be_lenient(context)
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
@@ -126,10 +143,18 @@ def _trusting(ca: Path) -> ssl.SSLContext:
     return context
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """A handshake in memory. Raises SSLCertVerificationError if the client refuses it."""
+def _be_lenient(context: ssl.SSLContext) -> None:
+    """Checks certificates like gRPC, on every version of Python."""
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | None = None) -> None:
+    """A handshake in memory, with a server of this name. Raises SSLCertVerificationError if either
+    end refuses it."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
+    told = client.wrap_bio(down, up, server_hostname=name)
+    ends = (told, server.wrap_bio(up, down, server_side=True))
     for end in ends * 3:
         try:
             end.do_handshake()

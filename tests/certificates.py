@@ -34,13 +34,15 @@ class Authority:
     def _key(self) -> Path:
         return self.home / "ca.key"
 
-    def sign(self, name: str, *dns: str) -> TlsFiles:
-        """A pair of files `name`.pem and .key for these DNS names, written anew if they exist."""
+    def sign(self, name: str, *dns: str, usage: str | None = None) -> TlsFiles:
+        """A pair of files `name`.pem and .key for these DNS names, written anew if they exist.
+        usage: the only ends of connections that may show it, as OpenSSL names them."""
         cert, key, partial = (self.home / f"{name}.{end}" for end in ("pem", "key", "partial"))
         names = ",".join([*(f"DNS:{one}" for one in dns), "IP:127.0.0.1"])
         _openssl(
             "req", "-x509", *_EC, "-subj", f"/CN={name}", "-addext", f"subjectAltName={names}",
             "-addext", "basicConstraints=critical,CA:FALSE",
+            *(("-addext", f"extendedKeyUsage={usage}") if usage else ()),
             "-CA", self.cert, "-CAkey", self._key, "-keyout", key, "-out", partial,
         )  # fmt: skip
         partial.replace(cert)

@@ -269,3 +269,27 @@ def test_an_authority_in_the_wrong_place_is_refused_at_the_start(
         ServerTls(TlsFiles(cert=one.cert, key=one.key, ca=one.cert))
     with pytest.raises(OSError, match=r"one.pem is not signed by \S*ca.pem: unable to get local"):
         FleetAccess.read(one.cert, one.key, theirs.cert, None)
+
+
+@pytest.mark.parametrize("usage", [None, "serverAuth,clientAuth"])
+def test_a_certificate_that_serves_a_fleet_is_taken(ours: Authority, usage: str | None) -> None:
+    one = ours.sign("one", "other-name", FLEET_NAME, usage=usage)
+    FleetAccess.read(one.cert, one.key, one.ca, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "usage", "told"),
+    [
+        ("router", None, "mismatch"),
+        (FLEET_NAME, "serverAuth", "purpose"),
+        (FLEET_NAME, "clientAuth", "purpose"),
+    ],
+)
+def test_a_certificate_with_which_no_fleet_works_is_refused_at_the_start(
+    ours: Authority, name: str, usage: str | None, told: str
+) -> None:
+    """Otherwise every process would be ready, and refuse the others' calls."""
+    one = ours.sign("one", name, usage=usage)
+    with pytest.raises(OSError, match=told) as refused:
+        FleetAccess.read(one.cert, one.key, one.ca, None)
+    assert str(one.cert) in str(refused.value)
