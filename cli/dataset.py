@@ -82,7 +82,7 @@ def too_long(names: Sequence[str], taken: Sequence[bool], room: str) -> str:
 def _item(line: str, at: int, path: Path) -> Item:
     try:
         entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # including integers of thousands of digits
         raise BadInput(f"{path}:{at}: expected a JSON object, got {line[:40]!r}") from error
     fields = entry if isinstance(entry, dict) else {}
     if not _text(fields, "prompt"):

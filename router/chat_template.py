@@ -280,7 +280,7 @@ def _sources_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[s
         origin = "chat_template.jinja"
         files["default"] = directory / origin
     if files:
-        return origin, {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return origin, {name: _read_text(path) for name, path in files.items()}
     origin = "tokenizer_config.json"
     found = config.get("chat_template")
     if isinstance(found, list):
@@ -288,8 +288,19 @@ def _sources_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[s
     return origin, {"default": found} if isinstance(found, str) else {}
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    text = _read_text(path) if path.is_file() else "{}"
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"expected an object in {path}, got {type(found).__name__}")
     return found

@@ -49,7 +49,7 @@ class Rendering:
     created: int
     text_of: Callable[[int], str]
     _begun: set[int] = field(default_factory=set)  # choices whose first chunk was sent
-    _offsets: dict[int, int] = field(default_factory=dict)  # characters sent, by choice
+    _offsets: dict[int, int] = field(default_factory=dict)  # characters up to here, by choice
     _totals: Json = field(
         default_factory=lambda: dict.fromkeys(("prompt", "completion", "cached"), 0)
     )
@@ -121,10 +121,13 @@ class Rendering:
         else:
             choice["text"] = text
         offset = self._offsets.get(at, 0)
-        choice["logprobs"] = None if said is None else self._logprobs(said, offset)
+        told = choice["logprobs"] = None if said is None else self._logprobs(said, offset)
         choice["finish_reason"] = reason
         self._begun.add(at)
-        self._offsets[at] = offset + len(text)
+        if told is None:
+            self._offsets[at] = offset + len(text)
+        elif told.get("tokens"):  # their text may follow, if it may begin a stop string
+            self._offsets[at] = told["text_offset"][-1] + len(told["tokens"][-1])
         chunk = {**self._head(".chunk"), "choices": [choice]}
         if self.wanted.adds_usage_always:
             chunk["usage"] = self._usage()
@@ -175,7 +178,9 @@ def _likeliest(one: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:
 
 
 def _logprob(text: str, value: float) -> Json:
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+    """A part of a character has no bytes here, because only its place in the text gives them."""
+    is_part = "\N{REPLACEMENT CHARACTER}" in text
+    return {"token": text, "logprob": value, "bytes": None if is_part else list(text.encode())}
 
 
 def status_of(error: EffuseError) -> HTTPStatus:

@@ -282,7 +282,9 @@ class _Relay:
         while True:
             select.select([self._end], [], [])
             self._is_idle = False
-            data = os.read(self._end, _RELAY_BYTES)
+            if not (data := os.read(self._end, _RELAY_BYTES)):  # the last descriptor was closed
+                self._is_idle = True
+                return
             with contextlib.suppress(OSError):
                 while data:
                     data = data[self._pass_on(data) :]

@@ -37,6 +37,7 @@ def test_a_dataset_is_read(tmp_path: Path) -> None:
     [
         ("", "expected one JSON object per line, found none"),
         ('{"prompt": "a"}\nnot json', ":2: expected a JSON object, got 'not json'"),
+        (f'{{"prompt": "a", "answer": {"9" * 5000}}}', ":1: expected a JSON object, got"),
         ('{"question": "a"}', ':1: expected {"prompt": "..."}'),
         ('{"prompt": ""}', ':1: expected {"prompt": "..."}'),
         ('{"prompt": "\\ud800"}', ':1: expected {"prompt": "..."}'),

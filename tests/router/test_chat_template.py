@@ -90,6 +90,18 @@ def test_a_file_that_is_no_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+)
+@pytest.mark.parametrize("content", [b"\xff", b'{"a":' * 100_000, b'{"a": %b}' % (b"9" * 5000)])
+def test_a_bad_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    if name.endswith(".jinja") and content != b"\xff":
+        return  # text
+    with pytest.raises(ChatTemplateError, match=name):
+        ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("source", "text"),
     [
         ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.telemetry.logs import Output
+from effuse.telemetry.logs import Output, _Relay
 
 DEADLINE_S = 60
 WRITES = """
@@ -183,3 +183,15 @@ def test_what_cannot_be_written_is_counted_and_told_once_it_can_be(tmp_path: Pat
     assert (tmp_path / "out").read_text() == "3 dropped\nfour\n"
     os.close(file)
     os.close(number)
+
+
+def test_a_relay_ends_with_its_last_descriptor() -> None:
+    """Otherwise its thread would read the end again and again."""
+    read, write = os.pipe()
+    before = set(threading.enumerate())
+    _Relay(write)
+    (relay,) = set(threading.enumerate()) - before
+    os.close(write)
+    relay.join(DEADLINE_S)
+    assert not relay.is_alive()
+    os.close(read)

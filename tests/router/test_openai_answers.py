@@ -1,0 +1,41 @@
+"""Chunks of OpenAI's API as values: places and bytes of tokens."""
+
+from __future__ import annotations
+
+from effuse.router.openai_answers import Rendering
+from effuse.router.openai_requests import Endpoint, Json, request_of
+from effuse.v1 import generation_pb2 as pb
+
+TEXTS = {1: "a", 2: "b", 3: "c", 4: "d", 5: "\N{REPLACEMENT CHARACTER}"}
+
+
+def rendering(endpoint: Endpoint, **fields: object) -> Rendering:
+    asked: Json = {"stream": True, **fields}
+    asked |= {"prompt": "hi"} if endpoint == "completion" else {"messages": [MESSAGE]}
+    return Rendering(request_of(asked, endpoint), "req-1", 0, TEXTS.__getitem__)
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+def commit(text: str, *tokens: int) -> pb.GenerateStreamResponse:
+    told = [pb.TokenLogprobs(logprob=-1.0) for _ in tokens]
+    said = pb.BlockCommit(text=text, token_ids=tokens, logprobs=told)
+    return pb.GenerateStreamResponse(commit=said)
+
+
+def test_places_of_tokens_do_not_depend_on_text_that_waits_for_a_stop_string() -> None:
+    drawn = rendering("completion", logprobs=0, echo=True)
+    echo = pb.GenerateStreamResponse(echo=pb.PromptEcho(text="hi"))
+    events = [echo, commit("ab", 1, 2, 3), commit("", 4), commit("cda", 1)]
+    chunks = [chunk["choices"][0] for event in events for chunk in drawn.chunks(0, event)]
+    places = [one["logprobs"]["text_offset"] for one in chunks if one["logprobs"]]
+    assert places == [[2, 3, 4], [5], [6]]
+    assert "".join(one["text"] for one in chunks) == "hiabcda"
+
+
+def test_a_part_of_a_character_has_no_bytes() -> None:
+    drawn = rendering("chat", logprobs=True)
+    (chunk,) = drawn.chunks(0, commit("a", 1, 5))
+    told = chunk["choices"][0]["logprobs"]["content"]
+    assert [one["bytes"] for one in told] == [[97], None]
