@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -21,12 +21,12 @@ from effuse.client.answer import StreamBroken
 from effuse.client.client import Client
 from effuse.client.credentials import GRPC_SCHEME, Credentials, read_target, read_token
 from effuse.client.params import NAMES, NUMBERS, Params
-from effuse.client.retries import DEFAULT_TARGET
+from effuse.client.retries import DEFAULT_TARGET, NEVER_CONNECTED
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.decoding import BIAS, Bounds
 from effuse.config.flags import CommandError, add_switch, flag_of, make_parser
 from effuse.placement.records import check_name
-from effuse.protos.errors import EffuseError, from_rpc_error
+from effuse.protos.errors import EffuseError, from_rpc_error, lost
 from effuse.protos.tls import TlsFiles
 
 Number = TypeVar("Number", int, float)
@@ -266,10 +266,11 @@ def explain(error: EffuseError | grpc.aio.AioRpcError, target: str, accepts: str
     call = error.__cause__ if isinstance(error, EffuseError) else error
     found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
     code, told = found.code, str(found)
-    if isinstance(call, grpc.RpcError) and told.endswith(
-        f" closed the call with {call.code().name}"
-    ):
-        code, told = call.code(), _lost(call.code(), call.details() or "no details", target)
+    if isinstance(call, grpc.RpcError):
+        status = cast("grpc.aio.AioRpcError", call)
+        if str(from_rpc_error(status, target)).endswith(lost(status.code())):
+            code, details = status.code(), status.details() or "no details"
+            told = _lost(code, details, target)
     hint = f" ({accepts})" if code is grpc.StatusCode.UNAUTHENTICATED else ""
     return f"{code.name}: {told}{hint}"
 
@@ -293,9 +294,7 @@ def _lost(code: grpc.StatusCode, details: str, target: str) -> str:
     reason = details.rpartition(": ")[2].removesuffix("]")
     if "Failed parsing HTTP/2" in details:
         return f"the server on {target} is not a router of effuse"
-    if details.startswith(("failed to connect", "errors resolving", "DNS", "name resolution")) and (
-        "closed" not in reason and "reset" not in reason
-    ):
+    if details.startswith(NEVER_CONNECTED) and "closed" not in reason and "reset" not in reason:
         return (
             f"no router answers on {target} ({reason}); "
             "'effuse up' starts a fleet, --target names another one"

@@ -99,7 +99,7 @@ class Client:
     ) -> Stream:
         """The same for a message, which may also ask for drafts and for the prompt's progress."""
         retries = self._options.retries(timeout_s)
-        begin, waiter = self._generation.GenerateStream, Waiter(self._channel)
+        begin, waiter = self._generation.GenerateStream, Waiter(self._channel, self._is_closed)
         return Stream(begin, request, retries, waiter, self._target)
 
     def cancel(self, request_id: str) -> bool:
@@ -176,9 +176,9 @@ class Client:
                     return method(request, timeout=retries.left_s, metadata=retries.metadata)
             except EffuseError as error:
                 pause_s = None if self._is_closed.is_set() else retries.pause_s(error)
-                if pause_s is None:
+                waiter = Waiter(self._channel, self._is_closed)
+                if pause_s is None or not waiter.wait(pause_s):
                     raise
-            Waiter(self._channel).wait(pause_s)
 
     def __enter__(self) -> Self:
         return self

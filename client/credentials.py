@@ -34,13 +34,18 @@ class Credentials:
     token: only for loopback.
 
     White space around a token is dropped, such as the line end of its file. Raises ValueError for a
-    token that no call can carry.
+    token that no call can carry, and TypeError for other types.
     """
 
     tls: TlsFiles | None = None  # no files given: the system's authorities
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        for name, kind in (("tls", TlsFiles), ("token", str)):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                expected = f"expected {kind.__name__}, got {type(given).__name__}"
+                raise TypeError(f"{name}: {expected}")
         if self.token is None:
             return
         token = self.token.strip()

@@ -27,7 +27,14 @@ import grpc.aio
 
 from effuse.config.decoding import SettingError
 from effuse.protos import rpc
-from effuse.protos.errors import AlreadyRunning, Cancelled, EffuseError, PeerLost, from_rpc_error
+from effuse.protos.errors import (
+    AlreadyRunning,
+    Cancelled,
+    EffuseError,
+    PeerLost,
+    from_rpc_error,
+    lost,
+)
 
 Metadata = tuple[tuple[str, str], ...]
 SPAN_S: Final = 10.5
@@ -36,6 +43,8 @@ SOON_S: Final = 0.1
 """The pause before the second attempt, if the first one got no answer and a third may follow."""
 JITTER: Final = 0.25
 """Share by which a pause may be longer, so that clients do not all return at the same moment."""
+NEVER_CONNECTED: Final = ("failed to connect", "errors resolving", "DNS", "name resolution")
+"""The library's texts about servers to which there was no connection begin with one of these."""
 REPEATED_KEY: Final = "grpc-previous-rpc-attempts"
 """Metadata of each attempt except the first: the number of earlier attempts, in gRPC's own form."""
 _UNAVAILABLE: Final = grpc.StatusCode.UNAVAILABLE
@@ -180,16 +189,24 @@ def _may_be_repeated(error: EffuseError) -> bool:
 
 @dataclass
 class Waiter:
-    """Waits between the attempts of a blocking call; `cancel` ends the wait from another thread."""
+    """Waits between the attempts of a blocking call; `cancel` ends the wait from another thread.
+    There is no other attempt once its client is closed."""
 
     channel: grpc.Channel
+    is_closed: threading.Event = field(default_factory=threading.Event)  # of the client
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _state: grpc.ChannelConnectivity | None = None
     _was_lost: bool = False
-    is_cancelled: bool = False
+    _is_cancelled: bool = False
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled or self.is_closed.is_set()
 
     def wait(self, pause_s: float) -> bool:
         """Returns after `pause_s`, or once a lost connection is back; False if cancelled."""
+        if self.is_cancelled:  # a closed channel has no state to wait for
+            return False
         self._state, self._was_lost = None, False
         self.channel.subscribe(self._note, try_to_connect=True)
         try:
@@ -202,7 +219,7 @@ class Waiter:
     def cancel(self) -> None:
         """Ends this wait and each later one."""
         with self._changed:
-            self.is_cancelled = True
+            self._is_cancelled = True
             self._changed.notify_all()
 
     def _note(self, state: grpc.ChannelConnectivity) -> None:
@@ -228,13 +245,22 @@ async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:
         return
 
 
+def _mapped(error: grpc.aio.AioRpcError, target: str) -> EffuseError:
+    """An error of a call, with the library's own text if no router has answered."""
+    found, told = from_rpc_error(error, target), error.details()
+    if not told or not str(found).endswith(lost(error.code())):
+        return found
+    is_absent = told.startswith(NEVER_CONNECTED)
+    return PeerLost(f"{f'no router answers on {target}' if is_absent else found}: {told}")
+
+
 @contextlib.contextmanager
 def raising(target: str) -> Iterator[None]:
     """Turns gRPC's errors, from both kinds of channel, into ours."""
     try:
         yield
     except grpc.RpcError as error:
-        raise from_rpc_error(cast("grpc.aio.AioRpcError", error), target) from error
+        raise _mapped(cast("grpc.aio.AioRpcError", error), target) from error
     except asyncio.CancelledError as error:
         # A closed channel raises for its calls the same error as asyncio for a cancelled task.
         task = asyncio.current_task()

@@ -329,7 +329,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
     told = error.details() or ""
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in told:
         return InvalidRequest.of("", f"a message of the call to {peer} is too large: {told}")
-    return PeerLost(f"{peer} closed the call with {code.name}")
+    return PeerLost(f"{peer}{lost(code)}")
+
+
+def lost(code: grpc.StatusCode) -> str:
+    """The end of the text about a call for which the library reports the loss of its peer."""
+    return f" closed the call with {code.name}"
 
 
 def _from_details(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> EffuseError:

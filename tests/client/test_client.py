@@ -166,6 +166,20 @@ def test_others_are_not(
     assert len(router.asked) == calls
 
 
+def test_a_client_without_a_router_states_why(router: FakeRouter, target: str) -> None:
+    with (
+        effuse.Client("127.0.0.1:1", max_attempts=1) as alone,
+        pytest.raises(PeerLost, match=r"^no router answers on 127.0.0.1:1: .*refused"),
+    ):
+        alone.generate("hello")
+    router.failures = 1
+    with (
+        effuse.Client(target, max_attempts=1) as client,
+        pytest.raises(PeerLost, match=rf"^{target} closed the call with UNAVAILABLE: told to fail"),
+    ):
+        client.generate("hello")
+
+
 # The second is the address of a fleet that listens on all.
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "dns:///localhost", "ipv4:127.0.0.1"])
 def test_no_proxy_of_the_environment_stands_before_a_router_of_this_machine(
@@ -261,6 +275,17 @@ def test_a_stream_can_be_ended(router: FakeRouter, target: str) -> None:
         assert next(iter(stream)) == "ab"
         stream.cancel()
         assert router.cancelled.wait(10)
+
+
+def test_closing_a_client_ends_its_streams(router: FakeRouter, target: str) -> None:
+    router.hangs = True
+    with effuse.Client(target) as client:
+        pieces = iter(client.stream("hello"))
+        assert next(pieces) == "ab"
+        client.close()
+        with pytest.raises(Cancelled):
+            list(pieces)
+    assert len(router.asked) == 1
 
 
 def test_leaving_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> None:

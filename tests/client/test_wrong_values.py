@@ -76,3 +76,10 @@ def test_a_value_is_shown_in_one_line_that_ends() -> None:
 def test_the_argument_is_named(call: Callable[[], object], name: str) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: expected .*, got "):
         call()
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("tls", True), ("tls", "ca.pem"), ("token", 5)])
+@pytest.mark.parametrize("kind", [effuse.Client, effuse.AsyncClient])
+def test_credentials_of_another_kind(kind: Callable[..., object], name: str, wrong: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}: expected \w+, got \w+$"):
+        kind("127.0.0.1:1", **{name: wrong})
