@@ -32,8 +32,11 @@ class Home:
         _sweep()
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._lock = (self.path / _LOCK).open("w")
+        # systemd-tmpfiles removes old files of /tmp, except below a directory that is locked.
+        self._directory: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # a file system without locks, on which nothing is cleaned up
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.secret_file, credentials, sentinel_credentials, ca = (
             Path(given) if (given := value_of(flags, flag)) else None
             for flag in (
@@ -95,6 +98,9 @@ class Home:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+        if self._directory is not None:
+            os.close(self._directory)
+        self._directory = None
 
 
 def _sweep() -> None:

@@ -47,6 +47,18 @@ def test_what_killed_fleets_left_goes_with_the_next_one(room: Path) -> None:
     assert not [*room.iterdir()]
 
 
+def test_a_living_fleets_directory_is_locked_against_cleaners_of_old_files(room: Path) -> None:
+    """systemd-tmpfiles leaves a directory alone if it cannot lock it."""
+    home = Home(())
+    directory = os.open(home.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    home.remove()
+    home.remove()
+    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(directory)
+
+
 def test_what_may_be_in_use_stays(room: Path) -> None:
     living = Home(())
     unseen = killed(room)  # as if its process were one that we do not see
