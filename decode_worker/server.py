@@ -242,17 +242,9 @@ def _response(event: CoreEvent) -> pb.DecodeResponse:
         case Verified():
             return pb.DecodeResponse(verified=filled(pb.PrefillVerified, event))
         case Committed():
-            frontier = map(wire.block_to_proto, event.frontier)
-            logprobs = map(wire.logprobs_to_proto, event.logprobs)
-            return pb.DecodeResponse(
-                commit=filled(pb.DecodeCommit, event, frontier=frontier, logprobs=logprobs)
-            )
+            return pb.DecodeResponse(commit=filled(pb.DecodeCommit, event))
         case Draft():
-            return pb.DecodeResponse(
-                draft=pb.DecodeDraft(
-                    token_offset=event.token_offset, block=wire.block_to_proto(event.block)
-                )
-            )
+            return pb.DecodeResponse(draft=filled(pb.DecodeDraft, event))
         case PromptProgress():
             return pb.DecodeResponse(progress=filled(pb.PrefillProgress, event))
         case Finished():

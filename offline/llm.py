@@ -299,8 +299,7 @@ class _Running:
 
     def take(self, event: Committed) -> bool:
         """Takes tokens; True if a stop string ends the answer."""
-        logprobs = (filled(pb.TokenLogprobs, one) for one in event.logprobs)
-        commit = filled(worker_pb2.DecodeCommit, event, frontier=(), logprobs=logprobs)
+        commit = filled(worker_pb2.DecodeCommit, event, frontier=())
         self._gather(commit_of(self._request, self._request.add_commit(commit, time.monotonic())))
         is_stopped = self._request.answer.text.is_stopped
         if is_stopped:

@@ -30,6 +30,7 @@ import grpc
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from effuse.protos import rpc
 from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated, from_rpc_error
@@ -260,17 +261,28 @@ class calling:  # used like a function; a generator is larger, and stays for lon
 
 
 def filled(kind: type[Filled], *sources: object, **others: Any) -> Filled:
-    """A message with the fields that `sources` have under the same names, and with others."""
+    """A message with the fields that `sources` have under the same names, and with others.
+
+    The values of message fields are filled in the same way; None in a list is an empty message.
+    """
     same: dict[str, Any] = {}
     for one in sources:
-        names = _shared(kind, type(one))  # type: ignore[arg-type]  # classes can be hashed
-        same |= {name: getattr(one, name) for name in names}
+        for name, inner, is_list in _shared(kind, type(one)):  # type: ignore[arg-type]  # hashable
+            if name in others:
+                continue
+            value = getattr(one, name)
+            if inner is not None and value is not None:
+                value = [filled(inner, item) for item in value] if is_list else filled(inner, value)
+            same[name] = value
     return kind(**same | others)
 
 
 @cache
-def _shared(kind: type[Message], source: type) -> tuple[str, ...]:
-    return tuple(name for name in kind.DESCRIPTOR.fields_by_name if hasattr(source, name))
+def _shared(kind: type[Message], source: type) -> list[tuple[str, Any, bool]]:
+    """The fields that both have: the name, the class of a message, and whether it is a list."""
+    common = [field for field in kind.DESCRIPTOR.fields if hasattr(source, field.name)]
+    inner = (one.message_type and GetMessageClass(one.message_type) for one in common)  # type: ignore[arg-type]  # upb's own class, which the stub does not know
+    return [(one.name, kind, one.is_repeated) for one, kind in zip(common, inner, strict=True)]
 
 
 def fields_of(message: Message) -> dict[str, Any]:

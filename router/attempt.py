@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from msgspec.structs import asdict
-
 from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import filled
 from effuse.protos.errors import EffuseError, PeerLost, Refused
@@ -178,10 +176,10 @@ class Attempt:
             max_tokens=request.prompt.max_tokens,
             min_tokens=request.asked.sent.stopping.min_tokens,
             stop_token_ids=request.asked.stop_token_ids,
-            sampling=worker_pb2.DecodeSampling(
-                **asdict(sampling) | {"logit_bias": dict(sampling.logit_bias)}
+            sampling=filled(
+                worker_pb2.DecodeSampling, sampling, logit_bias=dict(sampling.logit_bias)
             ),
-            settings=worker_pb2.DecodeSettings(**asdict(request.asked.settings)),
+            settings=filled(worker_pb2.DecodeSettings, request.asked.settings),
             drafts=request.asked.sent.output.drafts or self._router.monitor.num_watchers > 0,
             progress=self._shows_progress,
             num_logprobs=request.asked.num_logprobs,

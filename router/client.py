@@ -3,15 +3,15 @@ once at its end, or as it grows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from effuse.client.answer import copy_end
-from effuse.protos.channels import numbers_of
+from effuse.protos.channels import filled, numbers_of
 from effuse.protos.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -137,27 +137,19 @@ def stats_of(request: Request, now: float) -> pb.GenerationStats:
     costs, attempts, arrived = request.costs, request.attempts, request.arrived
     forwards = costs.all_forwards
     first_block = costs.commit_times[0] if costs.commit_times else arrived
-    return pb.GenerationStats(
-        queue_duration=_duration(costs.queue_s),
-        prefill_duration=_duration(max(0.0, costs.prefilled - arrived)),
-        handoff_duration=_duration(costs.handoff_s),
-        time_to_first_block=_duration(max(0.0, first_block - arrived)),
-        total_duration=_duration(now - arrived),
+    return filled(
+        pb.GenerationStats,
+        costs,
+        attempts,
+        queue_duration=timedelta(seconds=costs.queue_s),
+        prefill_duration=timedelta(seconds=max(0.0, costs.prefilled - arrived)),
+        handoff_duration=timedelta(seconds=costs.handoff_s),
+        time_to_first_block=timedelta(seconds=max(0.0, first_block - arrived)),
+        total_duration=timedelta(seconds=now - arrived),
         forward_passes=forwards,
         tokens_per_forward=request.num_tokens / forwards if forwards else 0.0,
-        kv_bytes=costs.kv_bytes,
-        kv_pages=costs.kv_pages,
-        connector=costs.connector,
-        prefill_worker=attempts.prefill_worker,
-        decode_worker=attempts.decode_worker,
-        preemptions=costs.preemptions,
         cached_prompt_tokens=costs.cached_tokens,
     )
-
-
-def _duration(seconds: float) -> Duration:
-    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
-    return Duration(seconds=whole, nanos=nanos)
 
 
 def describe(request: AnyRequest) -> pb.GetRequestResponse:

@@ -229,21 +229,19 @@ def describe_worker(candidate: Candidate) -> model_pb2.Worker:
 
 def describe_plan(name: str, plan: ModelPlan, kept: Sequence[str]) -> monitor_pb2.ModelPlan:
     """The plans for a model, as clients read them. `kept`: lines about objectives kept so far."""
-    found = monitor_pb2.ModelPlan(model=name, lines=[*plan.lines(), *kept], kept=kept)
-    if (planner := plan.planner) is not None:
-        times, kinds = planner.times, monitor_pb2
-        parts = {
-            "prompts": [filled(kinds.PromptTime, one) for one in times.prompts],
-            "answers": [filled(kinds.AnswerPace, one) for one in times.answers],
-        }
-        found.times.CopyFrom(filled(kinds.PlanTimes, times, **parts))
-        found.workload.CopyFrom(filled(kinds.PlanWorkload, planner.workload))
-        found.objectives.CopyFrom(filled(kinds.PlanObjectives, planner.objectives))
-        found.mode = planner.mode
-    for told, held in ((found.roles, plan.roles), (found.desired, plan.desired)):
-        if held.plan is not None:
-            told.CopyFrom(filled(monitor_pb2.PlanSplit, held.plan))
-    return found
+    roles, desired = (
+        None if held.plan is None else filled(monitor_pb2.PlanSplit, held.plan)
+        for held in (plan.roles, plan.desired)
+    )
+    return filled(
+        monitor_pb2.ModelPlan,
+        plan.planner,
+        model=name,
+        lines=[*plan.lines(), *kept],
+        kept=kept,
+        roles=roles,
+        desired=desired,
+    )
 
 
 class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):

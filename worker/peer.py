@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from effuse.kvtransfer.messages import AttemptId
-from effuse.protos.channels import OPEN, FleetAccess, FleetChannel, worker_stub
+from effuse.protos.channels import OPEN, FleetAccess, FleetChannel, filled, worker_stub
 from effuse.protos.errors import PeerLost
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker import wire
@@ -62,7 +62,7 @@ async def until_gone(
     may_map = await is_beside_us(writer, patience.call_s)
     asked_since, pause_s = now(), patience.first_pause_s
     request = pb.AbortRequest(
-        attempt=wire.attempt_to_proto(attempt), reason=reason, incarnation=writer.incarnation
+        attempt=filled(pb.AttemptId, attempt), reason=reason, incarnation=writer.incarnation
     )
     async with access.connect(writer.address, keepalive=None) as channel:
         while goes_on():

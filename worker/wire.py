@@ -112,24 +112,13 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
 
 
 def reservation_to_proto(held: Reservation) -> pb.Reservation:
-    return filled(
-        pb.Reservation,
-        held,
-        attempt=attempt_to_proto(held.attempt),
-        shards=map(_shard_to_proto, held.shards),
-        pages=[pb.PageRef(page_id=p.page_id, generation=p.generation) for p in held.pages],
-        fingerprint=[pb.FingerprintField(name=f.name, value=f.value) for f in held.fingerprint],
-    )
+    return filled(pb.Reservation, held, shards=map(_shard_to_proto, held.shards))
 
 
 def _shard_to_proto(shard: Shard) -> pb.ReceivingShard:
     part = shard.part
     turns = {"context_rank": part.turn, "context_degree": part.turns}
     return filled(pb.ReceivingShard, shard.address, shard, part, **turns)
-
-
-def attempt_to_proto(attempt: AttemptId) -> pb.AttemptId:
-    return filled(pb.AttemptId, attempt)
 
 
 def stopping(message: pb.DecodeRequest) -> Stopping:
@@ -187,16 +176,6 @@ def resume(message: pb.Resume, block_size: int) -> Resume:
     )
 
 
-def block_to_proto(block: BlockState) -> pb.BlockState:
-    return pb.BlockState(
-        token_ids=block.token_ids,
-        masks=block.masks,
-        full=block.full,
-        denoise_count=block.denoise_count,
-        logprobs=[logprobs_to_proto(one) for one in block.logprobs],
-    )
-
-
 def bounded(message: pb.DecodeRequest, name: str, bounds: Bounds) -> Any:
     """Reads an optional number within its bounds; None if it is not set."""
     if not message.HasField(name):
@@ -211,15 +190,6 @@ def label(value: str, field: str) -> str:
     if len(value) > _MOST_ID_CHARS:
         raise _wrong(field, f"at most {_MOST_ID_CHARS} characters", len(value))
     return value
-
-
-def logprobs_to_proto(told: TokenLogprobs | None) -> generation_pb2.TokenLogprobs:
-    """Writes a token's log-probabilities; an empty message means no token."""
-    if told is None:
-        return generation_pb2.TokenLogprobs()
-    return generation_pb2.TokenLogprobs(
-        logprob=told.logprob, top_token_ids=told.top_token_ids, top_logprobs=told.top_logprobs
-    )
 
 
 def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:

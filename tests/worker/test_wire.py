@@ -10,6 +10,7 @@ import pytest
 
 from effuse.config.decoding import LOGPROBS, Sampling
 from effuse.config.objectives import WITHIN
+from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest
 from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
@@ -60,7 +61,7 @@ def test_a_block_survives_both_ways() -> None:
         logprobs=[told, generation_pb2.TokenLogprobs()],
     )  # fmt: skip
     (block,) = wire.resume(pb.Resume(frontier=[sent]), block_size=2).frontier
-    assert wire.block_to_proto(block) == sent
+    assert filled(pb.BlockState, block) == sent
 
 
 @pytest.mark.parametrize("count", [1, 3])
