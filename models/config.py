@@ -173,6 +173,8 @@ def _read(keys: ConfigKeys, family: Family, eos: tuple[int, ...], block_size: in
         default = form.defaults.get(key, default)
         return keys.integer(form.names.get(key, key), default=default, least=least)
 
+    keys.only(form.names.get("hidden_act", "hidden_act"), ("silu",))
+    keys.only("quantization_config", (None,))
     for key, accepted in form.only.items():
         keys.only(key, accepted)
     keys.every("layer_types", "full_attention")

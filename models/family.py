@@ -5,18 +5,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from effuse.config.decoding import Alg, Algorithm
 from effuse.kernels.experts_routing import Routing
 from effuse.models.config_keys import ConfigKeys
-
-OBEYED_BY_NONE: Final[dict[str, tuple[object, ...]]] = {
-    "hidden_act": ("silu",),
-    "quantization_config": (None,),
-    "use_sliding_window": (None, False),
-}
-"""Keys of most families that no forward here obeys, with the values that are accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +28,8 @@ class Form:
     the model, or is refused if it may change the forward (`config_stated.py`).
     """
 
-    only: dict[str, tuple[object, ...]]  # accepted values; None lets the key be missing
+    # Accepted values of keys that this check cannot judge; None lets the key be missing
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)  # the family's names of common keys
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be missing
     has_head_dim: bool = True  # otherwise it is always the heads' share of hidden_size

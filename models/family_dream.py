@@ -2,17 +2,13 @@
 
 from typing import Final
 
-from effuse.models.family import OBEYED_BY_NONE, Family, Form
+from effuse.models.family import Family, Form
 
 DREAM: Final = Family(
     architecture="dream",
     model_types=("dream",),
     classes=("DreamModel",),
-    form=Form(
-        only=OBEYED_BY_NONE | {"attention_bias": (None, True), "use_mrope": (None, False)},
-        has_head_dim=False,
-        qkv_bias=True,
-    ),
+    form=Form(has_head_dim=False, qkv_bias=True),
     shift_logits=True,
     # The README of github.com/HKUNLP/Dream; adapters: arXiv 2508.09192
     block_size=32,

@@ -2,14 +2,14 @@
 
 from typing import Final
 
-from effuse.models.family import OBEYED_BY_NONE, Family, Form
+from effuse.models.family import Family, Form
 
 DREAM_REASONER: Final = Family(
     architecture="dream_reasoner",
     model_types=("dream",),
     classes=("DreamForCausalLM",),
     has_own_type=False,
-    form=Form(only=OBEYED_BY_NONE | {"attention_bias": (None, False)}, qk_norm=True),
+    form=Form(qk_norm=True),
     is_block_causal=True,
     block_size=32,
     algorithm="block_diffusion",

@@ -2,14 +2,14 @@
 
 from typing import Final
 
-from effuse.models.family import OBEYED_BY_NONE, Family, Form
+from effuse.models.family import Family, Form
 
 FAST_DLLM_V2: Final = Family(
     architecture="fast_dllm_v2",
     model_types=("fast_dllm_qwen",),
     classes=("Fast_dLLM_QwenForCausalLM",),
     # The mask's id is its own code's.
-    form=Form(only=OBEYED_BY_NONE, defaults={"mask_token_id": 151665}, qkv_bias=True),
+    form=Form(defaults={"mask_token_id": 151665}, qkv_bias=True),
     is_block_causal=True,
     shift_logits=True,
     block_size=32,

@@ -8,7 +8,7 @@ from typing import Final
 
 from effuse.kernels.experts_routing import Routing
 from effuse.models.config_keys import ConfigKeys
-from effuse.models.family import OBEYED_BY_NONE, ExpertConfig, Family, Form, Layout
+from effuse.models.family import ExpertConfig, Family, Form, Layout
 
 _DEFAULTS: Final = {"mask_token_id": 156895, "tie_word_embeddings": False}
 _END_IDS: Final = (156892,)
@@ -40,17 +40,7 @@ LLADA2_MOE: Final = Family(
     model_types=("llada2_moe",),
     classes=("LLaDA2MoeModelLM",),
     form=Form(
-        only=OBEYED_BY_NONE
-        | {
-            "moe_router_enable_expert_bias": (None, True),
-            "norm_head": (None, False),
-            "norm_topk_prob": (None, True),
-            "num_shared_experts": (None, 0, 1),
-            "score_function": (None, "sigmoid"),
-            "use_bias": (False,),
-            "use_qk_norm": (None, True),
-            "use_qkv_bias": (None, False),
-        },
+        only={"num_shared_experts": (None, 0, 1), "use_bias": (False,)},
         defaults=_DEFAULTS,
         as_many_kv_heads=True,
         rotary_share=0.5,
@@ -105,14 +95,7 @@ LLADA_MOE: Final = Family(
     model_types=("llada", "lladamoe"),
     classes=("LLaDAMoEModelLM", "LLaDAMoEModel"),
     form=Form(
-        only=OBEYED_BY_NONE
-        | {
-            "attention_bias": (None, False),
-            "clip_qkv": (None,),
-            "moe_router_enable_expert_bias": (None, False),
-            "qk_layernorm": (True,),
-            "shared_expert_intermediate_size": (None,),
-        },
+        only={"clip_qkv": (None,), "qk_layernorm": (True,)},
         names={"intermediate_size": "dense_intermediate_size"},
         defaults=_DEFAULTS,
         as_many_kv_heads=True,

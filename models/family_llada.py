@@ -4,31 +4,21 @@ from typing import Final
 
 from effuse.models.family import Family, Form, Layout
 
-_ONLY: Final[dict[str, tuple[object, ...]]] = {
-    "activation_type": ("silu",),
-    "block_type": ("llama",),
-    "layer_norm_type": ("rms",),
-    "rope": (True,),
-    "alibi": (None, False),
-    "attention_layer_norm": (None, False),
-    "bias_for_layer_norm": (None, False),
-    "block_group_size": (None, 1),
-    "clip_qkv": (None,),
-    "include_bias": (None, False),
-    "include_qkv_bias": (None, False),
-    "input_emb_norm": (None, False),
-    "layer_norm_with_affine": (None, True),
-    "multi_query_attention": (None, False),
-    "quantization_config": (None,),
-    "scale_logits": (None, False),
-}
 LLADA: Final = Family(
     architecture="llada",
     model_types=("llada",),
     classes=("LLaDAModelLM",),
     form=Form(
-        only=_ONLY,
+        only={
+            "block_type": ("llama",),
+            "layer_norm_type": ("rms",),
+            "rope": (True,),
+            "block_group_size": (None, 1),
+            "clip_qkv": (None,),
+            "scale_logits": (None, False),
+        },
         names={
+            "hidden_act": "activation_type",
             "hidden_size": "d_model",
             "intermediate_size": "mlp_hidden_size",
             "max_position_embeddings": "max_sequence_length",

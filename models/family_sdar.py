@@ -5,14 +5,13 @@ from typing import Final
 
 from effuse.kernels.experts_routing import Routing
 from effuse.models.config_keys import ConfigKeys
-from effuse.models.family import OBEYED_BY_NONE, ExpertConfig, Family, Form
+from effuse.models.family import ExpertConfig, Family, Form
 
 SDAR: Final = Family(
     architecture="sdar",
     model_types=("sdar",),
     classes=("SDARForCausalLM",),
     form=Form(
-        only=OBEYED_BY_NONE | {"attention_bias": (None, False), "num_experts": (None, 0)},
         # The head's width of its configuration class, for any hidden size, and its tokenizer's mask
         defaults={"head_dim": 128, "mask_token_id": 151669},
         qk_norm=True,
@@ -45,14 +44,5 @@ SDAR_MOE: Final = replace(
     architecture="sdar_moe",
     model_types=("sdar_moe",),
     classes=("SDARMoeForCausalLM",),
-    form=replace(
-        SDAR.form,
-        only=OBEYED_BY_NONE
-        | {
-            "attention_bias": (None, False),
-            "decoder_sparse_step": (None, 1),
-            "mlp_only_layers": (None, []),
-        },
-        experts=_experts,
-    ),
+    form=replace(SDAR.form, experts=_experts),
 )

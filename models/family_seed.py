@@ -2,15 +2,11 @@
 the tokenizer that both share with Seed-Coder. The latter has LLaDA's canvas.
 """
 
-from dataclasses import replace
 from typing import Final
 
-from effuse.models.family import OBEYED_BY_NONE, Family, Form
+from effuse.models.family import Family, Form
 
-_FORM: Final = Form(
-    only=OBEYED_BY_NONE | {"attention_bias": (None, False), "mlp_bias": (None, False)},
-    defaults={"mask_token_id": 5},
-)
+_FORM: Final = Form(defaults={"mask_token_id": 5})
 STABLE_DIFFCODER: Final = Family(
     architecture="stable_diffcoder",
     model_types=("llama",),
@@ -29,7 +25,7 @@ ILLADA: Final = Family(
     architecture="illada",
     model_types=("illada",),
     classes=("ILLaDAForCausalLM", "ILLaDAModel"),
-    form=replace(_FORM, only=_FORM.only | {"layer_norm_eps": (None,)}),
+    form=_FORM,
     block_size=32,
     algorithm="llada",
     top_k_first=False,
