@@ -26,13 +26,12 @@ from effuse.decode_worker.roster import Roster
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.ends import HandoffReceiver
-from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState, room_in
 from effuse.kvtransfer.units import UnitCache
 from effuse.placement.records import Load
 from effuse.worker import messages
-from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
+from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import Reserved, StartDecode, ToEngine, Verified
 
 LOG = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class DecodeEngine:
         self.roster = Roster(executor, pool, cache, intake.limits)
         overlaps = executor.num_parts > 1
         self.room = Room(intake.limits.max_num_batched_tokens, overlaps=overlaps)
-        self._aborted = Tombstones(KEEP_ABORTED_S)
+        self._aborted = messages.Tombstones()
         self._outbox = Outbox()
         self.outbox = self._outbox.drain
         self._rehearsal = RehearsalReceiver(pool, handoffs, self._outbox)

@@ -5,7 +5,7 @@ No I/O and no clock. ends.py carries out the instructions, and reception.py chec
 part of a transfer has the KV heads and layers that one writing rank and this rank both hold.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -195,31 +195,6 @@ class Machine(Generic[StateT, EventT, DoT]):
     def story(self) -> str:
         """The last steps, oldest first."""
         return ", ".join(self._story) or "nothing"
-
-
-class Tombstones:
-    """Aborted transfer ids, each kept for `keep_s` seconds, and only the `most` newest of them."""
-
-    def __init__(self, keep_s: float, most: int = 1 << 16) -> None:
-        self._keep_s = keep_s
-        self._most = most
-        self._since: OrderedDict[str, float] = OrderedDict()  # oldest first
-
-    def __contains__(self, transfer_id: str) -> bool:
-        return transfer_id in self._since
-
-    def __len__(self) -> int:
-        return len(self._since)
-
-    def add(self, transfer_id: str, now: float) -> None:
-        """Adds an aborted transfer, and forgets old ones."""
-        self._since[transfer_id] = now
-        self._since.move_to_end(transfer_id)
-        while len(self._since) > self._most or self._oldest() < now - self._keep_s:
-            self._since.popitem(last=False)
-
-    def _oldest(self) -> float:
-        return next(iter(self._since.values()))
 
 
 @dataclass(slots=True)

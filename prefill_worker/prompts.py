@@ -14,17 +14,17 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from effuse.kvtransfer.digest import prompt_digest
-from effuse.kvtransfer.handoff import Tombstones
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.units import HeldUnits, Rate, UnitCache
 from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
-from effuse.worker.engine_process import KEEP_ABORTED_S, Outbox
+from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import (
     PrefillDone,
     PromptProgress,
     StartPrefill,
+    Tombstones,
 )
 
 LOG = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class PromptTable:
         self.waiting: list[Prompt] = []
         self.computing: list[Prompt] = []
         self.pooling: list[Prompt] = []  # computed; the pool does not have them yet
-        self.over = Tombstones(KEEP_ABORTED_S)  # transfers that have ended or were aborted
+        self.over = Tombstones()  # transfers that have ended or were aborted
         self.computing_rate = Rate()  # seconds of tokens in forwards
         self._pool = pool
         self._cache = cache

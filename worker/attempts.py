@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +36,15 @@ from effuse.protos.errors import (
     TransferFailed,
     Unavailable,
 )
-from effuse.worker.messages import CoreEvent, Draft, Failed, FailureCode, PromptProgress, Reserved
+from effuse.worker.messages import (
+    CoreEvent,
+    Draft,
+    Failed,
+    FailureCode,
+    PromptProgress,
+    Reserved,
+    Tombstones,
+)
 from effuse.worker.wire import Writer
 
 LOG: Final = logging.getLogger(__name__)
@@ -160,17 +168,9 @@ class OpenAttempt:
 class Attempts:
     """All attempts of a worker, by transfer id."""
 
-    def __init__(
-        self,
-        *,
-        remember_s: float = 600.0,
-        most_remembered: int = 65536,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.running: dict[str, OpenAttempt] = {}  # by transfer id
-        self._over: OrderedDict[str, float] = OrderedDict()  # transfer id: when to forget it
-        self._remember_s = remember_s
-        self._most_remembered = most_remembered
+        self._over = Tombstones()
         self._now = now
         self.idle = asyncio.Event()  # set while no attempt runs
         self.idle.set()
@@ -187,7 +187,6 @@ class Attempts:
         another router, the earlier attempt may still be ending, or not know yet that its router is
         gone.
         """
-        self._forget()
         if attempt_id.transfer_id in self._over:
             raise Refused(f"transfer {attempt_id.transfer_id!r} has already ended here")
         if attempt_id.transfer_id in self.running:
@@ -207,10 +206,7 @@ class Attempts:
 
     def bury(self, transfer_id: str) -> None:
         """Refuses a transfer id from now on, known or not."""
-        self._over[transfer_id] = self._now() + self._remember_s
-        self._over.move_to_end(transfer_id)
-        if len(self._over) > self._most_remembered:
-            self._over.popitem(last=False)
+        self._over.add(transfer_id, self._now())
 
     def deliver(self, event: CoreEvent) -> None:
         """Passes an event to its attempt; events of a missing attempt are dropped."""
@@ -231,11 +227,6 @@ class Attempts:
     def fail_all(self, error: EffuseError) -> None:
         for attempt in self.running.values():
             attempt.deliver(error)
-
-    def _forget(self) -> None:
-        now = self._now()
-        while self._over and next(iter(self._over.values())) <= now:
-            self._over.popitem(last=False)
 
 
 def attempt_of(event: CoreEvent) -> AttemptId:

@@ -57,7 +57,6 @@ _PR_SET_PDEATHSIG = 1
 _WAIT_DEVICE_MS = 1  # that an attempt has ended, which no descriptor shows
 _WAIT_BUSY_MS = 2  # a peer or the connector may have an event soon
 _WAIT_IDLE_MS = 100
-KEEP_ABORTED_S = 600.0  # how long an engine refuses attempts that were aborted before they began
 _MOST_FAILED_FORWARDS = 8  # consecutive ones; then the device counts as lost and the process ends
 
 

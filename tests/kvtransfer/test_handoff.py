@@ -20,7 +20,6 @@ from effuse.kvtransfer.handoff import (
     SenderDo,
     SenderEvent,
     SenderState,
-    Tombstones,
 )
 
 RECEIVER_PAIRS = list(itertools.product(ReceiverState, ReceiverEvent))
@@ -176,27 +175,3 @@ def test_the_story_is_told_in_errors_and_bounded() -> None:
     assert machine.story().count(",") == STORY_LENGTH - 1
     with pytest.raises(IllegalHandoffEvent, match=r"PUSHING PAGES_READY.*PAGES_READY"):
         machine.handle(SenderEvent.DRAINED, 102.0)
-
-
-def test_a_transfer_is_remembered_until_its_time_is_over() -> None:
-    stones = Tombstones(keep_s=10.0)
-    stones.add("a", now=0.0)
-    stones.add("b", now=6.0)
-    assert "a" in stones and "b" in stones
-    stones.add("c", now=11.0)
-    assert "a" not in stones and "b" in stones and "c" in stones
-
-
-def test_a_second_abort_renews_the_memory() -> None:
-    stones = Tombstones(keep_s=10.0)
-    stones.add("a", now=0.0)
-    stones.add("a", now=9.0)
-    stones.add("b", now=15.0)
-    assert "a" in stones
-
-
-def test_the_oldest_of_too_many_is_forgotten() -> None:
-    stones = Tombstones(keep_s=10.0, most=2)
-    for name in "abc":
-        stones.add(name, now=1.0)
-    assert len(stones) == 2 and "a" not in stones

@@ -19,7 +19,15 @@ from effuse.protos.errors import (
     to_status,
 )
 from effuse.worker.attempts import Attempts, to_error
-from effuse.worker.messages import AbortDone, BlockState, Draft, Failed, FailureCode, PrefillDone
+from effuse.worker.messages import (
+    AbortDone,
+    BlockState,
+    Draft,
+    Failed,
+    FailureCode,
+    PrefillDone,
+    Tombstones,
+)
 
 ONE = AttemptId("r", 1, "t1")
 CODES: dict[str, grpc.StatusCode] = {
@@ -103,25 +111,41 @@ def test_a_slow_reader_misses_drafts_and_nothing_else() -> None:
 def test_what_has_ended_is_refused_until_it_is_forgotten() -> None:
     async def go() -> None:
         now = 0.0
-        attempts = Attempts(remember_s=10.0, now=lambda: now)
+        attempts = Attempts(now=lambda: now)
         attempts.close(attempts.open(ONE, "life"))
         attempts.bury("never seen")
         for late in (ONE, AttemptId("r", 1, "never seen")):
             with pytest.raises(Refused):
                 attempts.open(late, "life")
-        now = 10.0
+        now = 601.0
+        attempts.bury("a later one")
         attempts.open(ONE, "life")
 
     asyncio.run(go())
 
 
-def test_the_memory_of_ended_attempts_is_bounded() -> None:
-    attempts = Attempts(most_remembered=3)
-    for number in range(5):
-        attempts.bury(f"t{number}")
-    attempts.open(AttemptId("r", 1, "t1"), "life")
-    with pytest.raises(Refused):
-        attempts.open(AttemptId("r", 2, "t2"), "life")
+def test_a_transfer_is_remembered_until_its_time_is_over() -> None:
+    stones = Tombstones(keep_s=10.0)
+    stones.add("a", now=0.0)
+    stones.add("b", now=6.0)
+    assert "a" in stones and "b" in stones
+    stones.add("c", now=11.0)
+    assert "a" not in stones and "b" in stones and "c" in stones
+
+
+def test_a_second_abort_renews_the_memory() -> None:
+    stones = Tombstones(keep_s=10.0)
+    stones.add("a", now=0.0)
+    stones.add("a", now=9.0)
+    stones.add("b", now=15.0)
+    assert "a" in stones
+
+
+def test_the_oldest_of_too_many_is_forgotten() -> None:
+    stones = Tombstones(keep_s=10.0, most=2)
+    for name in "abc":
+        stones.add(name, now=1.0)
+    assert "a" not in stones and "b" in stones and "c" in stones
 
 
 def test_idle_is_when_the_last_one_is_closed() -> None:
