@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -130,10 +129,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 def _wrap(handler: _Handler, method: str) -> _Handler:
     behaviour, make = _behaviour_of(handler)
     take: Callable[[Any], object] = _guard_stream if handler.request_streaming else _guard_message
-    guard = _guard_generator if inspect.isasyncgenfunction(behaviour) else _guard_coroutine
     deserialize = handler.request_deserializer
     return make(
-        guard(behaviour, take, method),
+        _guard(behaviour, take, method),
         request_deserializer=None if deserialize is None else _safe(deserialize),
         response_serializer=handler.response_serializer,
     )
@@ -179,32 +177,21 @@ async def _guard_stream(requests: AsyncIterator[object]) -> AsyncIterator[object
         yield _guard_message(request)
 
 
-def _guard_coroutine(
+def _guard(
     behaviour: _Behaviour, take: Callable[[Any], object], method: str
 ) -> Callable[[object, _Context], Awaitable[object]]:
     async def guarded(request: object, context: _Context) -> object:
         try:
-            return await cast(Awaitable[object], behaviour(take(request), context))
+            answer = behaviour(take(request), context)
+            if not isinstance(answer, AsyncIterator):
+                return await cast(Awaitable[object], answer)
+            async for response in answer:  # of a library's servicer
+                await context.write(cast(Message, response))
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001  the border: nothing may pass it unmapped
             await _abort(context, error, method)
-            return None
-
-    return guarded
-
-
-def _guard_generator(
-    behaviour: _Behaviour, take: Callable[[Any], object], method: str
-) -> Callable[[object, _Context], AsyncIterator[object]]:
-    async def guarded(request: object, context: _Context) -> AsyncIterator[object]:
-        try:
-            async for response in cast(AsyncIterator[object], behaviour(take(request), context)):
-                yield response
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001  the border: nothing may pass it unmapped
-            await _abort(context, error, method)
+        return None
 
     return guarded
 
