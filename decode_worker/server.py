@@ -47,7 +47,7 @@ class _DecodeCall:
     """State of one Decode call while it runs."""
 
     attempt: OpenAttempt
-    writer: wire.Writer | None  # the prefill worker that pushes; None prefills here
+    writer: pb.WorkerRef | None  # the prefill worker that pushes; None prefills here
     began_at: float
     # Pages that an outside writer knows and may write into by itself.
     num_exposed: int = 0
@@ -179,7 +179,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             gone = WriterGone(transfer_id=transfer_id, has_drained=has_drained)
             self._shell.send(stream.attempt, gone)
 
-    async def _wait_for_writer(self, stream: _DecodeCall, writer: wire.Writer) -> bool:
+    async def _wait_for_writer(self, stream: _DecodeCall, writer: pb.WorkerRef) -> bool:
         """Returns once the writer cannot interfere; True if none of its writes is left."""
         if not stream.num_exposed or stream.attempt.engine_gone:
             return True
@@ -219,7 +219,7 @@ def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
     )
 
 
-def writer_of(request: pb.DecodeRequest) -> wire.Writer | None:
+def writer_of(request: pb.DecodeRequest) -> pb.WorkerRef | None:
     """Reads the prefill worker; None means this worker itself."""
     which = request.WhichOneof("prefill")
     if which is None:

@@ -36,6 +36,7 @@ from effuse.protos.errors import (
     TransferFailed,
     Unavailable,
 )
+from effuse.v1 import worker_pb2 as pb
 from effuse.worker.messages import (
     CoreEvent,
     Draft,
@@ -45,7 +46,6 @@ from effuse.worker.messages import (
     Reserved,
     Tombstones,
 )
-from effuse.worker.wire import Writer
 
 LOG: Final = logging.getLogger(__name__)
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
@@ -267,7 +267,7 @@ def deadline_passed(what: str) -> DeadlineExceeded:
 class _Held:
     """Pages of one handoff that wait for its writer."""
 
-    writer: Writer
+    writer: pb.WorkerRef
     pages: int
     since: float
 
@@ -281,7 +281,7 @@ class Quarantines:
         self._told: set[str] = set()  # writers that the log already reports as silent
 
     @contextmanager
-    def holding(self, writer: Writer, pages: int) -> Iterator[Callable[[], None]]:
+    def holding(self, writer: pb.WorkerRef, pages: int) -> Iterator[Callable[[], None]]:
         """Counts pages that wait for `writer`; returns a function that the waiter calls."""
         held = _Held(writer, pages, self._now())
         self._held.append(held)
@@ -293,7 +293,7 @@ class Quarantines:
                 self._told.remove(writer.address)
                 LOG.warning("no page waits for %s any more", writer.address)
 
-    def check(self, writer: Writer) -> None:
+    def check(self, writer: pb.WorkerRef) -> None:
         """Raises `TransferFailed` for a writer that has held pages for too long."""
         ages = [self._now() - one.since for one in self._held if _is_same(one.writer, writer)]
         if ages and max(ages) >= SILENT_S:
@@ -332,6 +332,6 @@ class Quarantines:
         )
 
 
-def _is_same(one: Writer, other: Writer) -> bool:
+def _is_same(one: pb.WorkerRef, other: pb.WorkerRef) -> bool:
     """Whether both are one life of one worker; earlier lives do not count."""
     return (one.address, one.incarnation) == (other.address, other.incarnation)

@@ -22,7 +22,6 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.protos.channels import OPEN, FleetAccess, FleetChannel, filled, worker_stub
 from effuse.protos.errors import PeerLost
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker import wire
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Patience:
 
 
 async def until_gone(
-    writer: wire.Writer,
+    writer: pb.WorkerRef,
     attempt: AttemptId,
     reason: str,
     *,
@@ -72,7 +71,8 @@ async def until_gone(
             if answer and answer.life_is_over:
                 return False
             if may_map:
-                if await is_free(writer.engine_address, patience.call_s):
+                engine = f"{writer.address.rpartition(':')[0]}:{writer.engine_port}"
+                if await is_free(engine, patience.call_s):
                     return False
             elif answer or now() - asked_since >= patience.elsewhere_s:
                 return False
@@ -102,7 +102,7 @@ def here() -> str:
     return ",".join([_BOOT_ID.read_text().strip(), *map(str, spaces)])
 
 
-async def is_beside_us(writer: wire.Writer, timeout_s: float) -> bool:
+async def is_beside_us(writer: pb.WorkerRef, timeout_s: float) -> bool:
     """Whether it may be able to write into our memory by itself: it shares the kernel and a
     namespace with us or, if its place is not known, has one of our addresses.
     """

@@ -6,7 +6,6 @@ decides whether a request fits the model and the pool.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 from effuse.config.decoding import Bounds, DecodeSettings, Sampling, SettingError, Stopping
@@ -29,23 +28,7 @@ from effuse.worker.messages import BlockState, Resume, TokenLogprobs
 
 _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
-_MOST_PLACE_CHARS = 256
 _OF_ADDRESS: Final = [name for name in ReceiverAddress.__struct_fields__ if name != "connector"]
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """The life of a prefill worker that knows where our pages are."""
-
-    address: str  # host:port of its front
-    incarnation: str
-    engine_port: int  # at the same host, open as long as its engine lives
-    place: str = ""  # `peer.here` of its process; empty if not known
-
-    @property
-    def engine_address(self) -> str:
-        """host:port that its engine keeps open."""
-        return f"{self.address.rpartition(':')[0]}:{self.engine_port}"
 
 
 def attempt_id(message: pb.AttemptId) -> AttemptId:
@@ -56,8 +39,8 @@ def attempt_id(message: pb.AttemptId) -> AttemptId:
     return AttemptId(message.request_id, message.attempt, message.transfer_id)
 
 
-def writer(message: pb.WorkerRef, field: str) -> Writer:
-    """Reads the life and the address of the prefill worker that pushes; `field` has it."""
+def writer(message: pb.WorkerRef, field: str) -> pb.WorkerRef:
+    """The prefill worker that pushes, with a checked life and address; `field` has it."""
     host, colon, port = message.address.rpartition(":")
     is_short = len(message.address) <= _MOST_ADDRESS_CHARS
     if not (is_short and host and colon and port.isdecimal() and 0 < int(port) < 65536):
@@ -65,8 +48,7 @@ def writer(message: pb.WorkerRef, field: str) -> Writer:
     _check_id(f"{field}.incarnation", message.incarnation)
     if not 0 < message.engine_port < 65536:
         raise _wrong(f"{field}.engine_port", "1 to 65535", message.engine_port)
-    place = message.place[:_MOST_PLACE_CHARS]
-    return Writer(message.address, message.incarnation, message.engine_port, place)
+    return message
 
 
 def prompt(token_ids: Sequence[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import errno
 import itertools
@@ -25,7 +26,6 @@ from effuse.v1.proof_pb2_grpc import add_ProofServiceServicer_to_server
 from effuse.worker import peer
 from effuse.worker.engine_process import listen_while_alive
 from effuse.worker.peer import Patience
-from effuse.worker.wire import Writer
 
 NOBODY = 20011  # no process listens there, and no kernel hands it out
 ONE = AttemptId("r", 1, "t1")
@@ -71,7 +71,7 @@ class Worker(pb_grpc.WorkerServiceServicer):
 
 
 @asynccontextmanager
-async def serving(worker: Worker, secret: FleetSecret | None = None) -> AsyncIterator[Writer]:
+async def serving(worker: Worker, secret: FleetSecret | None = None) -> AsyncIterator[pb.WorkerRef]:
     """secret: the one that it proves."""
     server = rpc.RpcServer(rpc.FLEET_LIMITS)
     pb_grpc.add_WorkerServiceServicer_to_server(worker, server.server)
@@ -80,22 +80,32 @@ async def serving(worker: Worker, secret: FleetSecret | None = None) -> AsyncIte
         add_ProofServiceServicer_to_server(proof, server.server)
     port = await server.start("127.0.0.1:0", ["effuse.v1.WorkerService"])
     try:
-        yield Writer(f"127.0.0.1:{port}", "life", NOBODY, peer.here())
+        yield pb.WorkerRef(
+            address=f"127.0.0.1:{port}", incarnation="life", engine_port=NOBODY, place=peer.here()
+        )
     finally:
         await server.stop(0)
 
 
-def elsewhere(writer: Writer) -> Writer:
+def changed(writer: pb.WorkerRef, **fields: Any) -> pb.WorkerRef:
+    made = copy.copy(writer)
+    made.MergeFrom(pb.WorkerRef(**fields))
+    return made
+
+
+def elsewhere(writer: pb.WorkerRef) -> pb.WorkerRef:
     """The writer on another machine."""
-    return dataclasses.replace(writer, place="another-boot,net:[1],ipc:[1],pid:[1]")
+    return changed(writer, place="another-boot,net:[1],ipc:[1],pid:[1]")
 
 
-async def within(writer: Writer) -> bool:
+async def within(writer: pb.WorkerRef) -> bool:
     async with asyncio.timeout(20):
         return await peer.until_gone(writer, ONE, "test", patience=QUICK)
 
 
-async def tries(writer: Writer, elapsed_s: float, most: int = 5, patience: Patience = QUICK) -> int:
+async def tries(
+    writer: pb.WorkerRef, elapsed_s: float, most: int = 5, patience: Patience = QUICK
+) -> int:
     """How often the writer is called before it is given up, each attempt `elapsed_s` after the one
     before; `most` if it is not given up.
     """
@@ -115,7 +125,7 @@ async def tries(writer: Writer, elapsed_s: float, most: int = 5, patience: Patie
 
 
 @asynccontextmanager
-async def silence() -> AsyncIterator[Writer]:
+async def silence() -> AsyncIterator[pb.WorkerRef]:
     """A writer that accepts connections and sends nothing; its engine's port is open, too."""
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,7 +135,9 @@ async def silence() -> AsyncIterator[Writer]:
     server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        yield Writer(f"127.0.0.1:{port}", "life", port, peer.here())
+        yield pb.WorkerRef(
+            address=f"127.0.0.1:{port}", incarnation="life", engine_port=port, place=peer.here()
+        )
         assert connections
         for writer in connections:
             writer.close()
@@ -173,7 +185,7 @@ def test_its_front_may_say_that_its_process_has_ended_but_not_that_all_has_arriv
         async with serving(worker) as writer:
             with listen_while_alive("127.0.0.1") as engine:
                 port = engine.getsockname()[1]
-                assert not await within(dataclasses.replace(writer, engine_port=port))
+                assert not await within(changed(writer, engine_port=port))
 
     asyncio.run(go())
 
@@ -189,7 +201,7 @@ def test_a_front_that_has_not_seen_its_end_proves_nothing(incarnation: str) -> N
         async with serving(worker) as writer:
             with listen_while_alive("127.0.0.1") as engine:
                 port = engine.getsockname()[1]
-                writer = dataclasses.replace(writer, engine_port=port)
+                writer = changed(writer, engine_port=port)
                 assert await tries(writer, elapsed_s=1e6) == 5
             assert not await within(writer)
             assert await tries(elsewhere(writer), elapsed_s=1.0) == 1
@@ -203,7 +215,7 @@ def test_it_is_asked_until_it_answers() -> None:
         async with serving(worker) as writer:
             with listen_while_alive("127.0.0.1") as engine:
                 port = engine.getsockname()[1]
-                assert await within(dataclasses.replace(writer, engine_port=port))
+                assert await within(changed(writer, engine_port=port))
         assert len(worker.asked) == 4
 
     asyncio.run(go())
@@ -217,7 +229,7 @@ def test_an_engine_that_outlives_its_front_is_waited_for() -> None:
             pass
         with listen_while_alive("127.0.0.1") as engine:
             port = engine.getsockname()[1]
-            writer = dataclasses.replace(writer, engine_port=port)
+            writer = changed(writer, engine_port=port)
             assert await tries(writer, elapsed_s=1e6) == 5
         assert not await within(writer)
 
@@ -348,5 +360,5 @@ OWN_KERNEL, *OWN_SPACES = peer.here().split(",")
 def test_who_shares_the_kernel_and_a_namespace_is_beside_us(
     place: str, address: str, is_beside: bool
 ) -> None:
-    writer = Writer(address, "life", NOBODY, place)
+    writer = pb.WorkerRef(address=address, incarnation="life", engine_port=NOBODY, place=place)
     assert asyncio.run(peer.is_beside_us(writer, 20.0)) is is_beside

@@ -8,10 +8,12 @@ import pytest
 
 from effuse.placement.records import MOST_QUARANTINES
 from effuse.protos.errors import TransferFailed
+from effuse.v1.worker_pb2 import WorkerRef
 from effuse.worker.attempts import ALARM_S, SILENT_S, Quarantines
-from effuse.worker.wire import Writer
 
-ONE, OTHER = Writer("10.0.0.1:1", "life", 2), Writer("10.0.0.2:1", "life", 2)
+ONE, OTHER = (
+    WorkerRef(address=f"10.0.0.{host}:1", incarnation="life", engine_port=2) for host in (1, 2)
+)
 
 
 class Clock:
@@ -37,7 +39,9 @@ def test_pages_are_counted_by_writer_with_the_age_of_the_oldest() -> None:
 def test_a_list_is_never_longer_than_a_record_takes() -> None:
     quarantines = Quarantines(Clock())
     held = [
-        quarantines.holding(Writer(f"10.0.0.1:{port}", "life", 2), 1)
+        quarantines.holding(
+            WorkerRef(address=f"10.0.0.1:{port}", incarnation="life", engine_port=2), 1
+        )
         for port in range(1, MOST_QUARANTINES + 10)
     ]
     for one in held:
