@@ -56,11 +56,17 @@ class Findings:
         if self.violations:
             raise InvalidRequest(self.violations)
 
+    def settings(self, given: Mapping[str, object], path: Callable[[str], str]) -> bool:
+        """Adds the settings that every router refuses, each with its `path`; whether there are
+        any."""
+        found = misfits(given)
+        self.violations += [FieldViolation(path(name), why) for name, why in found.items()]
+        return bool(found)
+
     def params(self, settings: dict[str, Any], path: Callable[[str], str] = str) -> Params:
-        """The settings of a request of another protocol, in which each has its `path`. Raises
-        `InvalidRequest` with those that every router refuses, and with all earlier findings."""
-        for name, why in misfits(settings).items():
-            self.violations.append(FieldViolation(path(name), why))
+        """The settings of a request of another protocol. Raises `InvalidRequest` with those that
+        every router refuses, and with all earlier findings."""
+        self.settings(settings, path)
         self.raise_any()
         return Params(**settings)
 

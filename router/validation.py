@@ -23,11 +23,8 @@ from effuse.config.decoding import (
     BIAS,
     LOGPROBS,
     MOST_BIASES,
-    MOST_STOP_IDS,
-    MOST_STOPS,
     SAMPLING,
     SETTINGS,
-    STOP_BYTES,
     STOPPING,
     Algorithm,
     Bounds,
@@ -241,24 +238,11 @@ def _check_bias(
 
 
 def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
-    if len(stopping.stop) > MOST_STOPS:
-        findings.add("stopping.stop", f"at most {MOST_STOPS} strings", len(stopping.stop))
-    else:
-        for at, stop in enumerate(stopping.stop):
-            num_bytes = len(stop.encode())
-            if num_bytes not in STOP_BYTES:
-                form = f"a string of 1 to {STOP_BYTES.high} bytes"
-                findings.add(f"stopping.stop[{at}]", form, f"{num_bytes} bytes")
-        if len(set(stopping.stop)) < len(stopping.stop):
-            findings.add("stopping.stop", "different strings", "a repeated string")
-    if len(stopping.stop_token_ids) > MOST_STOP_IDS:
-        form = f"at most {MOST_STOP_IDS} ids"
-        findings.add("stopping.stop_token_ids", form, len(stopping.stop_token_ids))
-    else:
-        findings.token_ids(
-            "stopping.stop_token_ids", stopping.stop_token_ids, model.vocab_size,
-            {model.mask_token_id: "mask"},
-        )  # fmt: skip
+    name, ids = "stop_token_ids", stopping.stop_token_ids
+    findings.settings({"stop": tuple(stopping.stop)}, "stopping.{}".format)
+    if not findings.settings({name: ids}, "stopping.{}".format):
+        refused = {model.mask_token_id: "mask"}
+        findings.token_ids(f"stopping.{name}", ids, model.vocab_size, refused)
 
 
 def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Findings) -> Algorithm:
