@@ -6,7 +6,7 @@ use the candidates.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -34,16 +34,6 @@ __all__ = ["ModelRunner", "Part", "PartResult"]
 _MOST_CHANGED = 256  # rows of logits that are copied for changes at a time
 MOST_LOGITS = 1 << 21  # values of rows drawn at a time on a CPU, where a million take 0.4 s;
 LEAST_ROWS = 16  # but at least this many rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Candidates of all parts, in their order, on the host."""
-
-    tokens: list[int]
-    confidences: list[float]
-    scores: list[float]
-    logprobs: list[HostLogprobs | None]  # by part
 
 
 class ModelRunner:
@@ -106,8 +96,7 @@ class ModelRunner:
         hidden = self._forward(parts, packed, counts)
         if not self.model.has_head:
             return []
-        drawn = self._draw(parts, packed, hidden)
-        return _results(parts, packed, drawn, hidden)
+        return _results(parts, packed, *self._draw(parts, packed, hidden), hidden)
 
     def _forward(
         self, parts: Sequence[Part], packed: PackedParts, counts: RowCounts | None
@@ -155,8 +144,11 @@ class ModelRunner:
         if self._on_layer is not None:
             self._on_layer(len(self._kv) - 1)
 
-    def _draw(self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor) -> _Drawn:
-        none: list[HostLogprobs | None] = [None] * len(parts)
+    def _draw(
+        self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor
+    ) -> tuple[list[list[float]], list[HostLogprobs | None]]:
+        """Tokens, confidences and scores of all candidates, on the host; log-probabilities by
+        part."""
         logits, candidates = None, None
         if packed.num_candidates:
             rows = hidden[: packed.num_candidates]
@@ -165,14 +157,13 @@ class ModelRunner:
                 rows = rows.index_copy(0, at, self._boundaries(packed, rows))
             logits, candidates = self._candidates(parts, rows, packed, self._edits(parts))
         if candidates is None:
-            return _Drawn([], [], [], none)
+            return [[], [], []], [None] * len(parts)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
-        tokens, confidences, scores = torch.stack([c.double() for c in columns]).tolist()
-        logprobs = none
-        if logits is not None:
-            logprobs = _logprobs(parts, logits, candidates.token, self.model.config)
-        return _Drawn([int(token) for token in tokens], confidences, scores, logprobs)
+        drawn = torch.stack([c.double() for c in columns]).tolist()
+        if logits is None:
+            return drawn, [None] * len(parts)
+        return drawn, _logprobs(parts, logits, candidates.token, self.model.config)
 
     def _candidates(
         self,
@@ -353,25 +344,22 @@ def count_rows(parts: Sequence[Part], num_replicas: int) -> RowCounts:
 
 
 def _results(
-    parts: Sequence[Part], packed: PackedParts, drawn: _Drawn, hidden: Tensor
+    parts: Sequence[Part],
+    packed: PackedParts,
+    drawn: list[list[float]],
+    logprobs: list[HostLogprobs | None],
+    hidden: Tensor,
 ) -> list[PartResult]:
     results = []
     candidate, kept = 0, packed.num_candidates
-    for part, logprobs in zip(parts, drawn.logprobs, strict=True):
+    for part, told in zip(parts, logprobs, strict=True):
         span = slice(candidate, candidate + len(part.candidates))
         boundary = None
         if packed.keeps_boundary(part):
             boundary = hidden[kept].clone()
             kept += 1
-        results.append(
-            PartResult(
-                drawn.tokens[span],
-                drawn.confidences[span],
-                drawn.scores[span],
-                boundary,
-                logprobs,
-            )
-        )
+        tokens, confidences, scores = (column[span] for column in drawn)
+        results.append(PartResult([*map(int, tokens)], confidences, scores, boundary, told))
         candidate = span.stop
     return results
 
