@@ -26,7 +26,7 @@ from effuse.decode_worker.roster import Roster
 from effuse.decode_worker.sequence import RequestError
 from effuse.kvtransfer.connector import ArrivalRefused, Arrived
 from effuse.kvtransfer.ends import HandoffReceiver
-from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.messages import AttemptId, Tombstones
 from effuse.kvtransfer.pool import PagePool, PageState, room_in
 from effuse.kvtransfer.units import UnitCache
 from effuse.placement.records import Load
@@ -65,7 +65,7 @@ class DecodeEngine:
         self.roster = Roster(executor, pool, cache, intake.limits)
         overlaps = executor.num_parts > 1
         self.room = Room(intake.limits.max_num_batched_tokens, overlaps=overlaps)
-        self._aborted = messages.Tombstones()
+        self._aborted = Tombstones()
         self._outbox = Outbox()
         self.outbox = self._outbox.drain
         self._rehearsal = RehearsalReceiver(pool, handoffs, self._outbox)

@@ -3,10 +3,11 @@
 A sender begins, sends pages and finishes. Over ZMQ the bytes of Pages follow it in frames and are
 acknowledged. Over NIXL they are written first, and Pages arrives as the notification of that write.
 
-Only schemas and limits: a message that decodes is well-formed but perhaps not right. handoff.py
-checks senders and order; transports carry the messages.
+Only schemas, limits and the memory of ended transfers: a message that decodes is well-formed but
+perhaps not right. handoff.py checks senders and order; transports carry the messages.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import lcm
 from typing import Annotated, NamedTuple, TypeVar
@@ -42,6 +43,28 @@ class AttemptId(Struct, frozen=True, array_like=True):
     request_id: Name
     attempt: Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
     transfer_id: Name
+
+
+class Tombstones:
+    """Transfers that are over, each for `keep_s` seconds, and only the `most` newest ones."""
+
+    def __init__(self, keep_s: float = 600.0, most: int = 1 << 16) -> None:
+        self._keep_s = keep_s
+        self._most = most
+        self._since: OrderedDict[str, float] = OrderedDict()  # oldest first
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._since
+
+    def add(self, transfer_id: str, now: float) -> None:
+        """Adds a transfer, and forgets old ones."""
+        self._since[transfer_id] = now
+        self._since.move_to_end(transfer_id)
+        while len(self._since) > self._most or self._oldest() < now - self._keep_s:
+            self._since.popitem(last=False)
+
+    def _oldest(self) -> float:
+        return next(iter(self._since.values()))
 
 
 class PageRef(Struct, frozen=True, array_like=True):

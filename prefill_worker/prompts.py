@@ -14,18 +14,19 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from effuse.kvtransfer.digest import prompt_digest
-from effuse.kvtransfer.messages import AttemptId, BoundaryState, PageRef, Reservation
+from effuse.kvtransfer.messages import (
+    AttemptId,
+    BoundaryState,
+    PageRef,
+    Reservation,
+    Tombstones,
+)
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.units import HeldUnits, Rate, UnitCache
 from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import Outbox
-from effuse.worker.messages import (
-    PrefillDone,
-    PromptProgress,
-    StartPrefill,
-    Tombstones,
-)
+from effuse.worker.messages import PrefillDone, PromptProgress, StartPrefill
 
 LOG = logging.getLogger(__name__)
 

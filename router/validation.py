@@ -239,8 +239,9 @@ def _check_bias(
 
 def _check_stopping(stopping: pb.StoppingParams, model: ModelInfo, findings: Findings) -> None:
     name, ids = "stop_token_ids", stopping.stop_token_ids
-    findings.settings({"stop": tuple(stopping.stop)}, "stopping.{}".format)
-    if not findings.settings({name: ids}, "stopping.{}".format):
+    if stopping.stop:
+        findings.settings({"stop": tuple(stopping.stop)}, "stopping.{}".format)
+    if ids and not findings.settings({name: ids}, "stopping.{}".format):
         refused = {model.mask_token_id: "mask"}
         findings.token_ids(f"stopping.{name}", ids, model.vocab_size, refused)
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, get_args
 
-from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.messages import AttemptId, Tombstones
 from effuse.placement.records import MOST_QUARANTINES, Kind, Quarantine, Role
 from effuse.protos.errors import (
     AlreadyRunning,
@@ -44,7 +44,6 @@ from effuse.worker.messages import (
     FailureCode,
     PromptProgress,
     Reserved,
-    Tombstones,
 )
 
 LOG: Final = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ After `Abort` an engine only sends `AbortDone` for the attempt; after `Finished`
 way, keeps its pages in quarantine until `WriterGone`.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol
 
@@ -366,25 +365,3 @@ class EngineCore(Protocol):
 
     def close(self) -> None:
         """Stops the connector and frees the device."""
-
-
-class Tombstones:
-    """Ended transfers, each kept for `keep_s` seconds, and only the `most` newest ones."""
-
-    def __init__(self, keep_s: float = 600.0, most: int = 1 << 16) -> None:
-        self._keep_s = keep_s
-        self._most = most
-        self._since: OrderedDict[str, float] = OrderedDict()  # oldest first
-
-    def __contains__(self, transfer_id: str) -> bool:
-        return transfer_id in self._since
-
-    def add(self, transfer_id: str, now: float) -> None:
-        """Adds a transfer, and forgets old ones."""
-        self._since[transfer_id] = now
-        self._since.move_to_end(transfer_id)
-        while len(self._since) > self._most or self._oldest() < now - self._keep_s:
-            self._since.popitem(last=False)
-
-    def _oldest(self) -> float:
-        return next(iter(self._since.values()))

@@ -9,7 +9,7 @@ import grpc
 import msgspec
 import pytest
 
-from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.messages import AttemptId, Tombstones
 from effuse.protos.errors import (
     AlreadyRunning,
     InvalidRequest,
@@ -26,7 +26,6 @@ from effuse.worker.messages import (
     Failed,
     FailureCode,
     PrefillDone,
-    Tombstones,
 )
 
 ONE = AttemptId("r", 1, "t1")
