@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import astuple, replace
@@ -157,6 +157,15 @@ class Split(Struct, frozen=True):
         return self.prefill, self.decode
 
 
+class BatchBounds(NamedTuple):
+    """What a batch allows a decode worker, whatever the roles of the others."""
+
+    batch: float
+    answers: float  # a second, if it computes no prompts
+    help: float  # most of its time that it can spend on prompts
+    left_s: float  # that a prompt may wait; 0 or less if first blocks are late without a wait
+
+
 class Planner(Struct, frozen=True, dict=True):
     """The plans for one model. `mode` is the router's `--prefill`."""
 
@@ -193,6 +202,11 @@ class Planner(Struct, frozen=True, dict=True):
         return self.times.handoff_s(self.workload.prompt)
 
     @cached_property
+    def sent_s(self) -> float:
+        """Seconds between two prompts that a prefill worker sends."""
+        return max(self.prompt_s, self.handoff_s)
+
+    @cached_property
     def piece_s(self) -> float:
         return self.times.piece_s(self.workload.prompt)
 
@@ -216,9 +230,17 @@ class Planner(Struct, frozen=True, dict=True):
 
     def split(self, prefill: int, decode: int) -> Split:
         """The most that these workers bear, with the batch and the share that allow it."""
-        paces = self.fitting if decode else []
-        found = [self._at_pace(prefill, decode, pace) for pace in paces]
-        return max(found, key=lambda one: one.rate, default=Split(prefill, decode))
+        most, found = -1.0, Split(prefill, decode)
+        for batch, answers, most_help, left_s in self._bounds if decode else ():
+            prompts = prefill * self._utilisation(left_s, prefill) / self.sent_s if prefill else 0.0
+            own = self._utilisation(left_s, decode) / self.prompt_s
+            even = (answers - prompts / decode) / (own + answers)
+            part = min(most_help, max(0.0, even))
+            rate = min(prompts + part * decode * own, (1 - part) * decode * answers)
+            if rate > most:
+                share = min(1.0, part * decode * own / rate) if rate > 0 else 0.0
+                most, found = rate, Split(prefill, decode, share, rate, batch)
+        return found
 
     def best(self, workers: int, rate: float = 0.0, fixed: tuple[int, int] = (0, 0)) -> Split:
         """The best roles of so many workers, among which so many `fixed` ones always prefill, and
@@ -249,27 +271,29 @@ class Planner(Struct, frozen=True, dict=True):
                 low = middle + 1
         return self.best(low, rate)
 
-    def most_utilisation(self, pace: AnswerPace, servers: float) -> float:
+    def _utilisation(self, left_s: float, servers: float) -> float:
         """The share of their time for which so many workers may compute prompts, so that first
-        blocks are in time; 0 or less if none suffices."""
-        if self.objectives.first_block_s is None:
-            return 1.0
-        left_s = self.objectives.first_block_s - self.prompt_s - self.handoff_s - pace.gap_s
-        if left_s <= 0:
-            return 0.0
-        wait_s = self.prompt_s * math.log(1 / (1 - MET_SHARE)) / (2 * servers)
-        return max(0.0, 1 - wait_s / left_s)
+        blocks are in time; 0 if none suffices."""
+        return max(0.0, 1 - self._wait_s / (2 * servers) / left_s) if left_s > 0 else 0.0
 
-    def _at_pace(self, prefill: int, decode: int, pace: AnswerPace) -> Split:
-        sent_s = max(self.prompt_s, self.handoff_s)
-        answers = pace.tokens_per_second / self.workload.answer
-        prompts = prefill * self.most_utilisation(pace, prefill) / sent_s if prefill else 0.0
-        own = self.most_utilisation(pace, decode) / self.prompt_s
-        even = (answers - prompts / decode) / (own + answers)
-        part = min(self._most_help(pace), max(0.0, even))
-        rate = min(prompts + part * decode * own, (1 - part) * decode * answers)
-        share = min(1.0, part * decode * own / rate) if rate > 0 else 0.0
-        return Split(prefill, decode, share, rate, pace.batch)
+    @cached_property
+    def _wait_s(self) -> float:
+        """Twice the wait of a prompt for one worker, divided by its share of free time."""
+        return self.prompt_s * math.log(1 / (1 - MET_SHARE))
+
+    @cached_property
+    def _bounds(self) -> list[BatchBounds]:
+        first_s = self.objectives.first_block_s
+        left_s = math.inf if first_s is None else first_s - self.prompt_s - self.handoff_s
+        return [
+            BatchBounds(
+                one.batch,
+                one.tokens_per_second / self.workload.answer,
+                self._most_help(one),
+                left_s - one.gap_s,
+            )
+            for one in self.fitting
+        ]
 
     def _most_help(self, pace: AnswerPace) -> float:
         """Most of its time that a decode worker can spend on prompts in this batch."""
@@ -288,13 +312,13 @@ class Planner(Struct, frozen=True, dict=True):
             yield 0
         if self.mode == "local":
             return
-        near, sent_s = set[int](), max(self.prompt_s, self.handoff_s)
-        for pace in self.fitting:
-            ratio = even = pace.tokens_per_second / self.workload.answer * sent_s
+        near = set[int]()
+        for _, answers, _, left_s in self._bounds:
+            ratio = even = answers * self.sent_s
             for _ in range(3):  # how busy prefill workers may be depends on their number
                 even = workers * ratio / (1 + ratio)
-                useful = self.most_utilisation(pace, max(1.0, even))
-                ratio = pace.tokens_per_second / self.workload.answer * sent_s / max(0.01, useful)
+                useful = self._utilisation(left_s, max(1.0, even))
+                ratio = answers * self.sent_s / max(0.01, useful)
             near |= {math.floor(even) + step for step in (-1, 0, 1, 2)}
         yield from sorted(one for one in near if 0 < one < workers)
 
