@@ -28,7 +28,9 @@ from effuse.v1 import generation_pb2 as pb
 
 CONCURRENT = 16
 DRAWN = 36
-PREEMPTED = 8  # of which a pool of 14 pages holds two
+FEW_PAGES = 14
+PREEMPTED = 8  # of which so few pages hold two
+KNOWN = 3  # whose pages are all kept in so few
 
 
 @pytest.fixture(autouse=True)
@@ -42,24 +44,37 @@ class Served:
 
     architecture: Architecture
     connector: str
+    preempted: str  # the algorithm whose requests are preempted, if any are
     fleet: Fleet
 
 
-SDAR: list[tuple[Architecture, str]] = [("sdar", "zmq"), ("sdar", "nixl")]
-DREAM: list[tuple[Architecture, str]] = [("dream", "nixl")]  # pages are the same to a connector
+Kind = tuple[Architecture, str, str, tuple[str, ...]]
+ROOMY: Kind = ("sdar", "nixl", "", ())
+# Decode workers with few pages; the other attention, and the other layout.
+SCARCE: list[Kind] = [
+    ("sdar", "zmq", "block_diffusion", ("--attention", "flex")),
+    ("dream", "nixl", "d2f", ("--kv-layout", "distinct")),
+]
 
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Shared by the tests of one kind of fleet, for which earlier requests do not matter."""
-    architecture, connector = request.param
-    with tiny_fleet(architecture, connector=connector) as fleet:
-        yield Served(architecture, connector, fleet)
+    architecture, connector, preempted, flags = request.param
+    few = ("--num-pages", str(FEW_PAGES)) if preempted else ()
+    with tiny_fleet(
+        architecture, connector=connector, worker_flags=flags, decode_flags=few
+    ) as fleet:
+        yield Served(architecture, connector, preempted, fleet)
 
 
-@pytest.mark.parametrize("served", [*SDAR, *DREAM], indirect=True, ids="-".join)
+def name_of(kind: Kind) -> str:
+    return "-".join(kind[:2])
+
+
+@pytest.mark.parametrize("served", [ROOMY, *SCARCE], indirect=True, ids=name_of)
 def test_tokens_equal_the_oracles(served: Served) -> None:
-    for algorithm in ("d2f", "block_diffusion"):
+    for algorithm in {"d2f", "block_diffusion"} - {served.preempted}:
         pairs = solid_jobs(served.architecture, algorithm, seed=2)
         answers = ask(served.fleet, [job for job, _ in pairs])
         compare(pairs, answers)
@@ -68,7 +83,7 @@ def test_tokens_equal_the_oracles(served: Served) -> None:
     _counted_the_same_bytes(served.fleet)
 
 
-@pytest.mark.parametrize("served", SDAR, indirect=True, ids="-".join)
+@pytest.mark.parametrize("served", [ROOMY], indirect=True, ids=name_of)
 def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(served: Served) -> None:
     pairs = solid_jobs("sdar", "d2f", seed=2)
     jobs = [job for job, _ in pairs]
@@ -87,10 +102,10 @@ def test_tokens_equal_the_oracles_where_a_prompts_beginning_is_cached(served: Se
     assert sum(answer.stats.cached_prompt_tokens for answer in answers) > 4 * CONCURRENT
 
 
-@pytest.mark.parametrize("served", DREAM, indirect=True, ids="-".join)
+@pytest.mark.parametrize("served", SCARCE[1:], indirect=True, ids=name_of)
 def test_equal_prompts_of_a_bidirectional_model_hand_nothing_over(served: Served) -> None:
     """A push without a page still brings the boundary, and proves that the prompt is the same."""
-    pairs = solid_jobs("dream", "d2f", seed=4)
+    pairs = solid_jobs("dream", "d2f", seed=4)[:KNOWN]
     jobs = [job for job, _ in pairs]
     for is_known in (False, True):
         answers = ask(served.fleet, jobs)
@@ -98,29 +113,19 @@ def test_equal_prompts_of_a_bidirectional_model_hand_nothing_over(served: Served
         assert all((one.stats.kv_pages == 0) is is_known for one in answers)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "connector", "algorithm", "flags"),
-    [
-        ("sdar", "zmq", "block_diffusion", ("--attention", "flex")),
-        ("dream", "nixl", "d2f", ("--kv-layout", "distinct")),
-    ],
-)
-def test_tokens_equal_the_oracles_while_requests_are_preempted(
-    architecture: Architecture, connector: str, algorithm: str, flags: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("served", SCARCE, indirect=True, ids=name_of)
+def test_tokens_equal_the_oracles_while_requests_are_preempted(served: Served) -> None:
     """Each family, connector, algorithm and layout once, and the other attention. Preempted
     requests already have all pages."""
-    few = ("--num-pages", "14")
-    with tiny_fleet(
-        architecture, connector=connector, worker_flags=flags, decode_flags=few
-    ) as fleet:
-        pairs = solid_jobs(architecture, algorithm, seed=3, least_blocks=7)[:PREEMPTED]
-        answers = ask(fleet, [job for job, _ in pairs])
-        compare(pairs, answers)
-        assert sum(answer.stats.preemptions for answer in answers) > 0, "nobody was preempted"
-        decode = fleet.address_of("decode-0")
-        assert load_of(decode).preemptions > 0
-        wait_until(lambda: _has_all_pages(decode), "pages are left")
+    decode = served.fleet.address_of("decode-0")
+    earlier = load_of(decode).preemptions
+    pairs = solid_jobs(served.architecture, served.preempted, seed=3, least_blocks=7)[:PREEMPTED]
+    answers = ask(served.fleet, [job for job, _ in pairs])
+    compare(pairs, answers)
+    preempted = sum(answer.stats.preemptions for answer in answers)
+    assert preempted > 0, "nobody was preempted"
+    assert load_of(decode).preemptions == earlier + preempted
+    wait_until(lambda: _has_all_pages(decode), "pages are left")
 
 
 @cache
