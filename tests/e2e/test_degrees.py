@@ -17,7 +17,6 @@ from e2e.test_lost_engines import life_of
 @pytest.mark.parametrize(
     "case",
     [
-        Case("sdar", "nixl", 1, 2, ("d2f",), context=2),
         Case("LLaDA2's loop, experts spread", "zmq", 2, 1),
         Case("sdar", "nixl", 2, 1, ("d2f",), stages=(1, 2), max_tokens=16),
     ],
@@ -29,14 +28,17 @@ def test_tokens_equal_the_oracles(case: Case) -> None:
     assert num_wrong == 0
 
 
-def test_prompts_are_cut_over_ranks_also_after_one_has_died() -> None:
+def test_prompts_and_context_are_cut_over_ranks_also_after_one_has_died() -> None:
     case = Case("sdar", "nixl", 1, 2, ("d2f",), context=2, rows=2, max_tokens=16)
     with serving(case) as (fleet, asked), connect(fleet.address) as client:
-        requests, expected = [one for one, _ in asked[:4]], [list(one) for _, one in asked[:4]]
+        requests = [request for request, _ in asked[:8]]
+        expected = [[list(tokens)] * request.n for request, tokens in asked[:8]]
 
         def answered() -> None:
             answers = all_at_once(client.generate, requests)
-            assert [list(one.token_ids) for one in answers] == expected
+            assert [
+                [list(each.token_ids) for each in (one, *one.others)] for one in answers
+            ] == expected
             assert {one.stats.prefill_worker for one in answers} == {"prefill-0"}
 
         answered()
