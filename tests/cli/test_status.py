@@ -118,7 +118,9 @@ def test_json_holds_every_field() -> None:
     assert (told["worker_id"], told["running"], told["steps"]) == ("decode-0", 3, "0")
 
 
-def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_fleet_of_which_no_worker_takes_another_role(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = ("--device", "cpu", "--num-pages", "256")
     with Fleet(FleetConfig(worker_flags=flags)) as fleet:
         deadline = time.monotonic() + patient(60)
@@ -132,9 +134,11 @@ def test_a_running_fleet(capsys: pytest.CaptureFixture[str]) -> None:
         fleet.home.tell_page("http://127.0.0.1:9/")
         assert main(["status", "--target", fleet.address]) == 0
         metrics = ", ".join(f"{name} {at}" for name, at in sorted(fleet.metrics().items()))
+        shown = capsys.readouterr().out
+        assert main(["role", "decode-0", "both", "--target", fleet.address]) == 1
+        assert "always a decode worker" in capsys.readouterr().err
     assert told["decode-0"]["total_pages"] == 256
     assert told["prefill-0"]["links"][0]["transport"] == "cma"  # NIXL, which auto chooses here
-    shown = capsys.readouterr().out
     assert "1 prefill and 1 decode workers are ready" in shown
     places = [f"gRPC: {fleet.config.host}", "page: http://127.0.0.1:9/", f"metrics: {metrics}"]
     assert all(f"\n{place}" in shown for place in places)
