@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from effuse.placement.records import (
     MalformedRecord,
@@ -201,7 +201,7 @@ GRACE_S: Final = TTL_S
 """Time for a worker to appear again after the reader missed polls."""
 ALL_S: Final = 30.0
 """How often a reader of news reads all workers anyway."""
-MOST_SHARE: Final = 0.02
+MOST_SHARE: Final = 0.01
 MOST_PAUSE_S: Final = 1.0
 """Share of a process's time that following the fleet should take, and the longest pause for it."""
 MOST_PARDONS: Final = 3
@@ -214,8 +214,7 @@ def pause_s(usual_s: float, used_s: float) -> float:
     return max(usual_s, min(MOST_PAUSE_S, used_s / MOST_SHARE))
 
 
-@dataclass(frozen=True, slots=True)
-class Sighting:
+class Sighting(Struct, frozen=True):
     """A worker, and until when its lease holds by our clock."""
 
     record: WorkerRecord
@@ -274,7 +273,8 @@ def merge(
         missing = {k: _pardon(s, now) for k, s in missing.items()}
     kept = {k: s for k, s in missing.items() if s.expires_at > now}
     here = {k: s for k, s in found.items() if s.record.state != "released"}
-    sightings = dict(sorted({**kept, **here}.items()))
+    both = kept | here
+    sightings = {name: both[name] for name in sorted(both)}
     return Snapshot(sightings, True, malformed, asked_at, frozenset(faults))
 
 
@@ -282,7 +282,7 @@ def _pardon(sighting: Sighting, now: float) -> Sighting:
     if sighting.pardons == MOST_PARDONS:
         return sighting
     expires_at = max(sighting.expires_at, now + GRACE_S)
-    return replace(sighting, expires_at=expires_at, pardons=sighting.pardons + 1)
+    return structs.replace(sighting, expires_at=expires_at, pardons=sighting.pardons + 1)
 
 
 class FleetView:
@@ -353,7 +353,7 @@ class FleetView:
         has_lost = self._news.split(b" ")[0] != before.split(b" ")[0]
         until = self._now() + GRACE_S if has_lost else asked_at
         seen = self._snapshot.sightings
-        ends = {k: replace(s, expires_at=min(s.expires_at, until)) for k, s in seen.items()}
+        ends = {k: structs.replace(s, expires_at=min(s.expires_at, until)) for k, s in seen.items()}
         self._snapshot = replace(self._snapshot, sightings=ends)
         return [(value, math.inf) for value, _ in answer]
 
@@ -379,7 +379,7 @@ class FleetView:
                 self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
                 if self._only_news:
                     seen = self._snapshot.sightings.items()
-                    facts = {k: replace(s, record=s.record.facts) for k, s in seen}
+                    facts = {k: structs.replace(s, record=s.record.facts) for k, s in seen}
                     self._snapshot = replace(self._snapshot, sightings=facts)
             used_s = time.thread_time() - began
         self.polled.set()

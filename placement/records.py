@@ -54,7 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # its answers do not depend on what else runs
 
 
-class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
+class EngineCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Counts of an engine since its incarnation began."""
 
     steps: U63 = 0  # forwards so far

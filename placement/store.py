@@ -6,11 +6,13 @@ Raises `StoreUnavailable` if there is no answer in time. It never retries: its c
 
 import asyncio
 import contextlib
+import io
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha1
 from importlib import resources
+from types import MappingProxyType
 from typing import Any, Literal, Self, cast
 
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
@@ -183,19 +185,15 @@ class Store:
     async def workers(self) -> list[tuple[StoredWorker, float]]:
         """Returns every live worker: its stored record, undecoded, and seconds left. Links travel
         only if they have changed since the last call."""
-        before = self._links
-        _, parts = await self._read_workers(b"*", before)
-        links = {digest: found or before.get(digest, b"") for _, digest, found, _ in parts or ()}
-        links.pop(b"", None)
-        self._links = links
-        return [(StoredWorker(one, links.get(digest, b"")), s) for one, digest, _, s in parts or ()]
+        _, parts = await self._read_workers(b"*", self._links)
+        self._links = {digest: one.links for one, digest, _ in parts or () if one.links}
+        return [(one, left_s) for one, _, left_s in parts or ()]
 
     async def changes(self, seen: bytes) -> tuple[bytes, list[tuple[StoredWorker, float]] | None]:
         """The news now, and the same without links, or None if the reader has `seen` these news:
         no worker has come, gone, or changed other facts than its load."""
         news, parts = await self._read_workers(seen)
-        found = None if parts is None else [(StoredWorker(one), s) for one, _, _, s in parts]
-        return news, found
+        return news, None if parts is None else [(one, left_s) for one, _, left_s in parts]
 
     async def worker(self, worker_id: str) -> bytes | None:
         """A worker's stored record, undecoded; None if it has no lease."""
@@ -204,18 +202,19 @@ class Store:
         return cast("bytes | None", found)
 
     async def _read_workers(
-        self, seen: bytes, has: Collection[bytes] = ()
-    ) -> tuple[bytes, list[tuple[bytes, bytes, bytes, float]] | None]:
+        self, seen: bytes, links: Mapping[bytes, bytes] = MappingProxyType({})
+    ) -> tuple[bytes, list[tuple[StoredWorker, bytes, float]] | None]:
+        """The news, and each worker with the digest of its links. `links`: known ones by digest."""
         keys = [self.keys.workers, self.keys.news]
-        answer = await self._run_script("workers", keys, [self.keys.worker_prefix, seen, *has])
+        answer = await self._run_script("workers", keys, [self.keys.worker_prefix, seen, *links])
         news, *rest = cast(list[bytes], answer)
         if not rest:
             return news, None
-        words, values = iter(rest[0].split()), iter(rest[1:])
-        parts = [
-            (next(values), digest.strip(b"-"), next(values) if int(has) else b"", int(ms) / 1e3)
-            for ms, has, digest in zip(words, words, words, strict=True)
-        ]
+        words, text = iter(rest[0].split()), io.BytesIO(rest[1])
+        parts = []
+        for ms, size, more, digest in zip(words, words, words, words, strict=True):
+            record, found = text.read(int(size)), text.read(int(more)) or links.get(digest, b"")
+            parts.append((StoredWorker(record, found), digest, int(ms) / 1e3))
         return news, parts
 
     async def place(

@@ -1,10 +1,10 @@
 -- Lists live workers and prunes the dead from the set.
 -- KEYS: workers, news.  ARGV: prefix of worker keys (they share the slot), the news that the reader has
 -- seen, or '*'.  Behind '*': digests of the links that the reader has.
--- Returns the news, and nothing else if the reader has seen them.  Otherwise also one string, and behind it
--- each worker's record, and its links if the reader has to get them.  The string has three words for each
--- worker: its remaining lease in ms, 1 if links follow its record or 0, and their digest or '-'.  A reader
--- in Python needs most of its time for each part of a reply.
+-- Returns the news, and nothing else if the reader has seen them.  Otherwise also a string of four words
+-- for each worker: its remaining lease in ms, the bytes of its record, the bytes of its links if the reader
+-- has to get them or 0, and their digest or '-'.  A last string has these bytes of all workers, because a
+-- reader in Python needs about as long for each part of a reply as for a worker's record.
 local function news()
   local known = redis.call('HMGET', KEYS[2], 'epoch', 'count')
   return (known[1] or '') .. ' ' .. (known[2] or '')
@@ -18,7 +18,7 @@ local has = {}
 for at = 3, #ARGV do
   has[ARGV[at]] = true
 end
-local words, found = {}, {''}
+local words, found = {}, {}
 for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local key = ARGV[1] .. id
   local held = redis.pcall('HMGET', key, 'record', 'digest')
@@ -26,18 +26,14 @@ for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   if type(held[1]) == 'string' and left > 0 then
     local digest, links = held[2] or '', ''
     if digest ~= '' and with_links and not has[digest] then
-      links = redis.call('HGET', key, 'links')
+      links = redis.call('HGET', key, 'links') or ''
     end
-    words[#words + 1] = left .. (links == '' and ' 0 ' or ' 1 ') .. (digest == '' and '-' or digest)
+    words[#words + 1] = table.concat({left, #held[1], #links, digest == '' and '-' or digest}, ' ')
     found[#found + 1] = held[1]
-    if links ~= '' then
-      found[#found + 1] = links
-    end
+    found[#found + 1] = links
   elseif left == -2 then
     redis.call('SREM', KEYS[1], id)
     redis.pcall('HINCRBY', KEYS[2], 'count', 1) -- a full Redis refuses it
   end
 end
-found[1] = table.concat(words, ' ')
-table.insert(found, 1, news())
-return found
+return {news(), table.concat(words, ' '), table.concat(found)}

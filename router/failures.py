@@ -332,15 +332,13 @@ class Standing:
         return [one.record for one in self._absent.values()]
 
     def condition(self, record: WorkerRecord) -> Condition:
-        absence = self._absent.get(record.life)
-        if absence is not None:
+        if self._absent and (absence := self._absent.get(record.life)) is not None:
             return absence.condition
         return _ANNOUNCED.get(record.state, Condition.DRAINING)
 
     def is_full(self, life: WorkerLife) -> bool:
         """Whether it reported a moment ago that it takes no more."""
-        until = self._full_until.get(life)
-        return until is not None and until > self._now()
+        return bool(self._full_until) and self._full_until.get(life, -math.inf) > self._now()
 
     def suspects(self) -> set[WorkerLife]:
         now = self._now()

@@ -25,6 +25,7 @@ from effuse.router.policy import (
     AttemptNeeds,
     Candidate,
     Condition,
+    Fingerprint,
     Holder,
     InFlight,
     Placement,
@@ -56,10 +57,15 @@ class FleetIndex:
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.by_life = {c.record.life: c.record for c in candidates}
         self.ready: dict[tuple[str, Kind, str], list[WorkerRecord]] = {}
+        alike: dict[tuple[str, Role, Fingerprint], list[WorkerRecord]] = {}
         for record in (c.record for c in candidates if c.condition is Condition.READY):
+            same = record.model.name, record.role, record.fingerprint
+            alike.setdefault(same, []).append(record)
+        for (model, _, _), records in alike.items():
+            first = records[0]
             for kind in KINDS:
-                for text in ("", record.fingerprint_text) if record.does(kind) else ():
-                    self.ready.setdefault((record.model.name, kind, text), []).append(record)
+                for text in ("", first.fingerprint_text) if first.does(kind) else ():
+                    self.ready.setdefault((model, kind, text), []).extend(records)
 
     def draw(self, model: str, kind: Kind, text: str = "") -> list[WorkerRecord]:
         """`CHOICES` random ones."""
@@ -91,7 +97,7 @@ class RoutedFleet:
         self._in_flight: dict[WorkerLife, InFlight] = {}
         self._kept: dict[WorkerLife, Holder] = {}  # workers that run nothing else
         self._held: dict[WorkerLife, WorkerRecord] = {}  # by open attempts
-        self._seen: set[tuple[WorkerLife, Role, Condition]] = set()
+        self._seen: dict[WorkerLife, tuple[Role, Condition]] = {}
         self._changed = asyncio.Event()
         self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
         self.index: FleetIndex | None = None  # of a large fleet, at the last look
@@ -250,7 +256,7 @@ class RoutedFleet:
         """Announces what has changed in the view, and returns all workers."""
         candidates = self.candidates()
         self.index = FleetIndex(candidates) if len(candidates) > FEW else None
-        seen = {(c.record.life, c.record.role, c.condition) for c in candidates}
+        seen = {c.record.life: (c.record.role, c.condition) for c in candidates}
         if seen != self._seen:
             self._seen = seen
             self.announce_change()

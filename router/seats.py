@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Final
 
 from msgspec.structs import astuple
@@ -67,9 +68,14 @@ class Catalogue:
         if known is self._of:  # no worker is out, and the view is the same
             return self._live
         condition = self._fleet.standing.condition
-        records = [one for one in known if condition(one) is not Condition.DRAINING]
-        records.sort(key=lambda record: (record.does("decode"), record.worker_id))
-        models = {record.model.name: record.model for record in records}
+        best: dict[str, WorkerRecord] = {}
+        for one in sorted(known, key=attrgetter("worker_id"), reverse=True):
+            held = best.get(one.model.name)
+            if held is not None and (held.does("decode") or not one.does("decode")):
+                continue
+            if condition(one) is not Condition.DRAINING:
+                best[one.model.name] = one
+        models = {name: record.model for name, record in best.items()}
         self._known |= models
         self._live, self._of, self._index = models, known, self._fleet.index
         return models

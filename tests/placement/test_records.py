@@ -12,6 +12,7 @@ from msgspec import structs
 from effuse.placement.records import (
     MOST_LINKS,
     Link,
+    Load,
     MalformedRecord,
     decode_placement,
     decode_worker,
@@ -22,6 +23,12 @@ from effuse.placement.records import (
 def test_records_survive_their_stored_form() -> None:
     assert decode_worker(encode(redis_server.RECORD)) == redis_server.RECORD
     assert decode_placement(encode(redis_server.PLACED)) == redis_server.PLACED
+
+
+def test_counts_at_zero_are_left_out() -> None:
+    value = json.loads(encode(structs.replace(redis_server.RECORD, load=Load(steps=3))))
+    assert value["load"] == {"steps": 3}
+    assert decode_worker(json.dumps(value).encode()).load == Load(steps=3)
 
 
 def test_workers_of_one_model_share_its_record() -> None:

@@ -53,3 +53,22 @@ def test_links_travel_only_where_they_are_not_known() -> None:
 
     with redis_server.running() as server, redis.Redis(port=server.port) as plain:
         asyncio.run(go(server.connection_url, plain))
+
+
+def test_each_worker_of_several_is_read_with_its_own_record_and_links() -> None:
+    link = Link("décodeur", "life-1", "cuda_ipc", 1e11)
+    told = [
+        redis_server.worker(worker_id=f"worker-{number}", links=(link,) * (number % 3))
+        for number in range(7)
+    ]
+
+    async def go(url: str) -> None:
+        async with Store(url, "blue", timeout_s=20.0) as store:
+            for record in told:
+                await store.announce(record, LONG_S, "process-1", takes=True)
+            for _ in range(2):  # the second answer leaves out the links
+                found = [decode_worker(value) for value, _ in await store.workers()]
+                assert sorted(found, key=lambda one: one.worker_id) == told
+
+    with redis_server.running() as server:
+        asyncio.run(go(server.connection_url))
