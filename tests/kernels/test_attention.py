@@ -15,6 +15,7 @@ from operators.references import visibility_mask
 
 from effuse.kernels import attention_triton
 from effuse.kernels.attention import block_attention
+from effuse.kernels.attention_hopper import ALONE_TALL, GROUPED, SHORT, shape_of
 
 OPS = public(torch.device("cpu"))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -107,3 +108,13 @@ def test_head_dims_that_no_kernel_takes_are_refused(head_dim: int) -> None:
     arguments = (call.q, call.k, call.v, call.k_cache, call.v_cache, call.batch)
     with pytest.raises(ValueError, match=f"power of two of at least 16, got {head_dim}"):
         attention_triton.launch(*arguments, scale=1.0, out=call.out)
+
+
+def test_only_decode_steps_of_small_blocks_have_tiles_of_half_the_rows() -> None:
+    """At most 64 rows of a sequence, counted with the heads of a group."""
+    for groups in (4, 8):
+        assert shape_of(groups, 64, 8) is SHORT
+        assert shape_of(groups, 2048, 8) is GROUPED, "a prompt"
+        assert shape_of(groups, 64, 64) is GROUPED, "larger blocks, or rows of a beginning"
+    assert shape_of(4, 64, 8, batch_invariant=True) is ALONE_TALL
+    assert shape_of(1, 64, 64) is SHORT and shape_of(1, 65, 64) is ALONE_TALL

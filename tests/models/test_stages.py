@@ -20,6 +20,7 @@ from torch import Tensor
 from effuse.models.config import ModelConfig
 from effuse.models.group import PipelineStage, RankPlace
 from effuse.models.part import Part, PartResult
+from effuse.models.prompt_graphs import MOST_SEQUENCES
 from effuse.models.stages import group_costs, stage_groups
 from effuse.models.tensors import tensors_of
 
@@ -86,14 +87,17 @@ def test_stages_compute_what_one_computes(tmp_path: Path, family: str, count: in
 def test_runners_of_stages_give_results_in_the_last_one(
     tmp_path: Path, family: str, padded: bool
 ) -> None:
-    """A prompt, a denoise step beside another prompt, and a step behind cached tokens."""
+    """A prompt, a denoise step beside another prompt, a step behind cached tokens, and more
+    candidates than a prompt's graph selects rows."""
     path = checkpoint(tmp_path, family)
     prompt = Part(token_ids=IDS[:8], start=0, pages=[1, 2], num_stored=8, block_origin=8)
     step = Part(token_ids=IDS[8:], start=8, pages=[1, 2, 3, 4], num_stored=0, block_origin=8,
                 candidates=range(9, 13), denoise_counts=[0] * 4)  # fmt: skip
     alone = Part(token_ids=IDS, start=0, pages=[5, 6, 7, 8], num_stored=13, block_origin=13,
                  candidates=range(5, 13), denoise_counts=[0] * 8, keep_boundary=True)  # fmt: skip
-    forwards = ([prompt], [alone, replace(prompt, pages=[9, 10])], [step], [step, alone])
+    many = [replace(alone, pages=[*range(at, at + 4)]) for at in range(11, 47, 4)]
+    forwards = ([prompt], [alone, replace(prompt, pages=[9, 10])], [step], [step, alone], many)
+    assert sum(len(part.candidates) for part in many) > 2 * MOST_SEQUENCES
 
     def run(place: RankPlace, padded: bool = padded) -> list[list[PartResult]]:
         runner = PagedModel(path, page_size=4, block_size=4, place=place).runner(padded=padded)
