@@ -140,11 +140,13 @@ class Announcer:
 
     async def run(self) -> None:
         """Announces until the lease is released; raises `Superseded` if a later process has it."""
+        name = "this worker"
         while not self._lease.is_over:
             record = self._describe()
             if record is None:
                 await self._wait_for_change(RENEW_S)
                 continue
+            name = record.worker_id
             async with self._turn:
                 if self.state is not LeaseState.RELEASED:
                     await self._announce(record)
@@ -152,7 +154,10 @@ class Announcer:
         if self.state is LeaseState.SUPERSEDED:
             if self._on_superseded is not None:
                 await self._on_superseded()
-            raise Superseded("another process announces itself under this worker's id")
+            raise Superseded(
+                f"another process announces itself as {name}: give one of two workers another "
+                "--worker-id, or one of two 'effuse up' another --fleet"
+            )
 
     async def release(self) -> None:
         """Removes this worker, so that no process waits for its lease to expire."""

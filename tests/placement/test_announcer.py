@@ -146,7 +146,8 @@ def test_a_later_process_of_the_same_id_ends_the_first_one() -> None:
                 thief = redis_server.worker(incarnation="thief")
                 await store.announce(thief, 30.0, LATER, takes=True)
                 async with asyncio.timeout(20):
-                    with pytest.raises(Superseded, match="another process"):
+                    named = f"as {thief.worker_id}: .*--worker-id, .*--fleet"
+                    with pytest.raises(Superseded, match=named):
                         await task
                 # Nor does a new life of its own engine take the lease back.
                 worker.record = redis_server.worker(incarnation="life-2")
