@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import effuse
 
-REQUESTS = 20
+REQUESTS = 10
 NAME = "routers.test"
 AGE_S = 2.0
 
