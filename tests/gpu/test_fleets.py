@@ -243,7 +243,7 @@ def _kill_in_midst(
             ]
             try:
                 wait_until(
-                    lambda: _held(fleet, "decode") == pages,
+                    lambda: _held(fleet, "decode") == pages and _receiving(fleet) == len(jobs),
                     "not every prompt has its pages reserved",
                     within_s=10.0,
                 )
@@ -289,6 +289,11 @@ def _held(fleet: Fleet, role: str) -> int:
     """Pages that the workers of a role hold."""
     loads = [load_of(fleet.address_of(name)) for name in _workers(fleet) if name.startswith(role)]
     return sum(load.total_pages - load.free_pages for load in loads)
+
+
+def _receiving(fleet: Fleet) -> int:
+    """Prompts whose pages are reserved, if there are any, while nothing is denoised."""
+    return sum(load_of(fleet.address_of(name)).running for name in fleet.names("decode"))
 
 
 def _are_measured(fleet: Fleet) -> bool:
