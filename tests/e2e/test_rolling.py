@@ -17,6 +17,7 @@ from e2e.client import DEADLINE_S, connect, wait_until
 from e2e.processes import engine_of
 from e2e.tiny import TINY, tiny_fleet
 from e2e.workload import Job, draw_jobs
+from slowness import patient
 
 from effuse.cli.fleet import Fleet
 from effuse.cli.keeper import Rolling
@@ -26,6 +27,7 @@ from effuse.v1 import generation_pb2, generation_pb2_grpc
 CONCURRENT = 3
 ROUTERS = 2
 HURRIED = ("--drain-s", "0.01")
+PATIENT = ("--hang-timeout-s", str(patient(240.0)))  # a stopped engine is hung after a quarter
 METHOD = {
     "name": [{"service": "effuse.v1.GenerationService"}],
     "retryPolicy": {
@@ -97,7 +99,9 @@ def test_every_process_is_replaced_twice_and_no_stream_notices() -> None:
     """Each successor is there before its predecessor ends. The first decode worker has no time for
     its requests and leaves them to the next one. The routers share their port."""
     jobs = draw_jobs(8, 12, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=4)
-    with tiny_fleet("sdar", connector="zmq", routers=ROUTERS, decode_flags=HURRIED) as fleet:
+    with tiny_fleet(
+        "sdar", connector="zmq", routers=ROUTERS, worker_flags=PATIENT, decode_flags=HURRIED
+    ) as fleet:
         with connect(fleet.address) as client:
             undisturbed = {job: list(client.generate(job.message()).token_ids) for job in jobs}
         command = fleet._commands["decode-0"]  # of its successors, which have time

@@ -24,6 +24,7 @@ from e2e.processes import kill, restart, standing_still
 from e2e.workload import Job, draw_jobs
 from oracle.decode import decode_with
 from oracle.forward import load_raw
+from slowness import patient
 from tokenizers import Tokenizer
 
 import effuse
@@ -42,6 +43,7 @@ MARGIN = 1e-3  # as in the other tests on a GPU
 DRAWN, AT_LEAST = 6, 5  # jobs of each algorithm
 MOST_TOKENS = 40
 TURNS = 6  # in each of which a rehearsal may hold pages
+HANG_S = 600.0  # tests stop engines for a minute, and one that is stopped is hung after a quarter
 START_S = 180.0  # the first worker on a GPU compiles every kernel
 OWN_PAGES = ("--no-enable-prefix-caching",)  # each prompt's pages are handed over
 
@@ -120,7 +122,7 @@ def fleet_on(
             # Fewer graphs to capture than by default.
             *("--max-num-batched-tokens", "512", "--max-num-seqs", "32"),
             *("--startup-timeout-s", str(START_S)),
-            *("--hang-timeout-s", "60"),  # engines are stopped on purpose
+            *("--hang-timeout-s", str(patient(HANG_S))),
             *flags,
         ),
         prefill_flags=prefill_flags,
