@@ -186,9 +186,11 @@ class FleetAccess:
         options = rpc.channel_options(keepalive, FLEET_LIMITS.max_message_bytes)
         # Without filters that a fleet needs not: 2 kB less for each open call. Only the sender
         # limits the length of messages then, which is a process of the fleet. Without channelz,
-        # which no server of ours offers: 3 kB less for each channel.
-        less = [("grpc.minimal_stack", 1), ("grpc.enable_channelz", 0)]
-        options = [*options, *rpc.near_options(), *less]
+        # which no server of ours offers: 3 kB less for each channel. Without probes of bandwidth:
+        # each call on a channel that is seldom used is one, and commits need no wide window.
+        less = {"minimal_stack": 1, "enable_channelz": 0, "http2.bdp_probe": 0}
+        less_options = [(f"grpc.{name}", value) for name, value in less.items()]
+        options = [*options, *rpc.near_options(), *less_options]
         if self._tls is None:
             channel = grpc.aio.insecure_channel(address, options)
         else:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
@@ -19,6 +19,7 @@ from slowness import patient
 
 import effuse
 from effuse.protos import rpc
+from effuse.protos.channels import OPEN
 from effuse.protos.errors import PeerLost
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
@@ -26,6 +27,7 @@ from effuse.v1 import worker_pb2_grpc as pb_grpc
 # A busy machine has long to answer a ping.
 QUICK = rpc.Keepalive(time_s=0.5, timeout_s=patient(2.0), ping_timeout_s=patient(2.0))
 SEVERAL_PINGS_S = 1.0 + patient(2.0)  # and the first of them has timed out, if nothing answers
+PING, ACK = 6, 1  # a type and a flag of HTTP/2
 CALLER = """
 import sys, grpc
 from effuse.v1 import worker_pb2, worker_pb2_grpc
@@ -36,6 +38,7 @@ for _ in stub.Decode(worker_pb2.DecodeRequest()):
 SERVER = """
 import asyncio
 from effuse.protos import rpc
+from effuse.protos.channels import OPEN
 async def main():
     server = rpc.RpcServer(rpc.FLEET_LIMITS)
     print(await server.start("127.0.0.1:0", []), flush=True)
@@ -46,6 +49,7 @@ asyncio.run(main())
 ROUTER = """
 import asyncio
 from effuse.protos import rpc
+from effuse.protos.channels import OPEN
 from effuse.v1 import generation_pb2 as pb, generation_pb2_grpc as pb_grpc
 class Router(pb_grpc.GenerationServiceServicer):
     async def GenerateStream(self, request, context):
@@ -168,3 +172,46 @@ def test_a_caller_in_the_fleet_pings_only_while_calls_run() -> None:
     caller = dict(rpc.channel_options(rpc.FLEET_KEEPALIVE, 1 << 20))
     server = dict(rpc.server_options(rpc.FLEET_LIMITS, rpc.CALLER_KEEPALIVE))
     assert (caller[name], server[name]) == (0, 1)
+
+
+def test_a_caller_in_the_fleet_does_not_probe_the_bandwidth() -> None:
+    """On a channel that is seldom used each call would be a ping and its answer."""
+    sent = bytearray()
+
+    async def go() -> None:
+        server, ended = rpc.RpcServer(rpc.FLEET_LIMITS), asyncio.Event()
+        port = await server.start("127.0.0.1:0", [])
+
+        async def pass_on(
+            source: asyncio.StreamReader, target: asyncio.StreamWriter, seen: bytearray
+        ) -> None:
+            while data := await source.read(1 << 16):
+                seen += data
+                target.write(data)
+            target.close()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            inner, outer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(pass_on(reader, outer, sent), pass_on(inner, writer, bytearray()))
+            ended.set()
+
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as between:
+            address = f"127.0.0.1:{between.sockets[0].getsockname()[1]}"
+            async with OPEN.connect(address, keepalive=None) as channel:
+                for _ in range(3):
+                    await health_pb2_grpc.HealthStub(channel).Check(
+                        health_pb2.HealthCheckRequest(), timeout=patient(10.0)
+                    )
+            await ended.wait()
+        await server.stop(0.0)
+
+    asyncio.run(go())
+    assert PING not in [kind for kind, flags in frames(bytes(sent)) if not flags & ACK]
+
+
+def frames(sent: bytes) -> Iterator[tuple[int, int]]:
+    """Types and flags of the HTTP/2 frames that a caller has sent."""
+    at = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    while at < len(sent):
+        yield sent[at + 3], sent[at + 4]
+        at += 9 + int.from_bytes(sent[at : at + 3], "big")
