@@ -25,6 +25,8 @@ AUTHORIZATION: Final = "authorization"
 TOKEN_VARIABLE: Final = "EFFUSE_TOKEN"
 GRPC_SCHEME: Final = re.compile(r"(dns|ipv4|ipv6):(//[^/]*/)?")  # schemes of gRPC's targets
 
+_MOST_BYTES: Final = 1 << 14  # of a token's file
+
 Arguments = Sequence[tuple[str, str | int]]
 
 
@@ -113,12 +115,13 @@ def read_token(path: Path | None) -> str | None:
     OSError, also for an invalid token.
     """
     where = TOKEN_VARIABLE if path is None else str(path)
-    given = (
-        os.environ.get(TOKEN_VARIABLE, "")
-        if path is None
-        else path.read_text("utf-8-sig", "replace")
-    )
+    if path is None:
+        given = os.environ.get(TOKEN_VARIABLE, "")
+    else:
+        with path.open("rb") as file:  # which may have no end
+            given = file.read(_MOST_BYTES + 1).decode("utf-8-sig", "replace")
     token = given.strip()
-    if not all("!" <= character <= "~" for character in token) or (path and not token):
+    is_one = len(given) <= _MOST_BYTES and all("!" <= character <= "~" for character in token)
+    if not is_one or (path and not token):
         raise OSError(f"{where}: expected one token, of ASCII characters without spaces")
     return token or None

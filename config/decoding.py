@@ -143,7 +143,7 @@ class Bounds:
             return f"a number above {self.low:g}, at most {self.high:g}{self.note}"
         if self.is_whole:
             return f"an integer from {self.low} to {self.high}{self.note}"
-        return f"a number from {self.low:.2g} to {self.high:g}{self.note}"
+        return f"a number from {self.low:g} to {self.high:g}{self.note}"
 
 
 _INT32_MAX: Final = 2**31 - 1  # room in a decode worker's slots on a device

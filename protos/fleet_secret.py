@@ -28,7 +28,8 @@ class FleetSecret:
     @classmethod
     def read(cls, path: Path) -> FleetSecret:
         """The content of a file without surrounding white space. Raises OSError."""
-        return cls(path.read_bytes().strip())
+        with path.open("rb") as file:  # which may have no end
+            return cls(file.read(2 * MOST_BYTES).strip())
 
     @staticmethod
     def make(path: Path) -> None:

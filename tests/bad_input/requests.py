@@ -104,7 +104,7 @@ def wrong_requests(at: Facts) -> dict[str, Wrong]:
             "got -inf",
         ),
         "repetition 0": (sampling(repetition_penalty=0), "sampling.repetition_penalty", "from 0.1"),
-        "bias nan": (bias(id_5=math.nan), "sampling.logit_bias[5]", "from -1e+02 to 100, got nan"),
+        "bias nan": (bias(id_5=math.nan), "sampling.logit_bias[5]", "from -100 to 100, got nan"),
         "bias beyond the vocabulary": (
             bias(**{f"id_{at.vocab_size}": 1}),
             "sampling.logit_bias",

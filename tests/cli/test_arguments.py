@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 
 from effuse.cli import arguments
+from effuse.cli.__main__ import main
 from effuse.client.client import Client
 from effuse.protos.errors import DETAILS_KEY, EffuseError, Unauthenticated, Unavailable, to_status
 
@@ -216,3 +217,10 @@ def test_a_url_without_tls_does_not_go_with_certificates(
         arguments.credentials_of(parser, bad)
     assert ended.value.code == 2
     assert "expected https:// with certificates" in capsys.readouterr().err
+
+
+def test_a_token_file_without_an_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--token-file", "/dev/zero"])
+    assert ended.value.code == 2
+    assert "/dev/zero: expected one token" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import pytest
 from effuse.client.params import NAMES
 from effuse.config import decoding
 from effuse.config.decoding import (
+    BIAS,
     Alg,
     Algorithm,
     Bounds,
@@ -149,3 +150,7 @@ def test_clients_are_told_the_bounds_and_defaults_that_hold(name: str, told: str
         assert getattr(GOOD, name) == pytest.approx(float(told.removeprefix("Default ")[:-1]))
     found = re.search(rf"((?:  // .*\n)+)  optional \w+ {name} = ", PROTO.read_text())
     assert found is not None and told in found[1].replace("\n  //", "")
+
+
+def test_bounds_are_written_as_people_write_them() -> None:
+    assert BIAS.form == "a number from -100 to 100"

@@ -155,3 +155,8 @@ def test_a_file_of_a_secret(tmp_path: Path) -> None:
 
 def test_what_is_derived_depends_on_how_it_is_divided() -> None:
     assert OURS.derive("a", b"bc") != OURS.derive("a", b"b", b"c") != OURS.derive("ab", b"c")
+
+
+def test_a_file_without_an_end_is_no_secret() -> None:
+    with pytest.raises(OSError, match="expected 16 to 4096 bytes, got"):
+        FleetSecret.read(Path("/dev/zero"))
