@@ -361,8 +361,13 @@ def named(chosen: Split) -> str:
 
 
 def _lost(wanted: Objectives, kept: Objectives) -> str:
+    forms = {
+        "first_block_s": "a first block within {:g} s",
+        "gap_s": "gaps within {:g} s",
+        "gap_ratio": "gaps within {:g} times the shortest",
+    }
     lost = [
-        f"{name.replace('_', '-')} {getattr(wanted, name):g}"
+        forms[name].format(getattr(wanted, name))
         for name in wanted.__struct_fields__
         if getattr(wanted, name) != getattr(kept, name)
     ]

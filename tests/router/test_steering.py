@@ -158,7 +158,7 @@ def test_a_fleet_too_small_for_first_blocks_in_time_gets_the_best_roles_without_
     day = Day((2, 2), tight)
     day.spend(AFTER_S + 2, load(30, prompt=3000.0))
     assert day.roles == (3, 1)
-    assert any("first-block-s 0.23" in line for line in day.plan.lines())
+    assert any("a first block within 0.23 s" in line for line in day.plan.lines())
 
 
 def test_desired_workers_are_bounded_as_prompts_come_near_to_the_objective() -> None:
