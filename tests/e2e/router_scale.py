@@ -242,11 +242,12 @@ class Clients:
         """One unary request."""
         await self._stubs[number % len(self._stubs)].Generate(request(), timeout=MOST_LATE_S)
 
-    async def stream(self, number: int, began: asyncio.Semaphore) -> int:
-        """One stream; releases `began` with its first block. Returns its number of tokens."""
+    async def stream(self, number: int, began: asyncio.Semaphore, max_tokens: int = TOKENS) -> int:
+        """One stream; releases `began` with its first block, which is the whole answer if that has
+        no more tokens. Returns its number of tokens."""
         tokens = 0
         stub = self._stubs[number % len(self._stubs)]
-        asked = generation_pb2.GenerateStreamRequest(request=request())
+        asked = generation_pb2.GenerateStreamRequest(request=request(max_tokens))
         async for event in stub.GenerateStream(asked, timeout=10 * MOST_LATE_S):
             if event.HasField("commit"):
                 if not tokens:
@@ -255,11 +256,11 @@ class Clients:
         return tokens
 
 
-def request() -> generation_pb2.GenerateRequest:
+def request(max_tokens: int = TOKENS) -> generation_pb2.GenerateRequest:
     """A request of a few tokens."""
     return generation_pb2.GenerateRequest(
         prompt_token_ids=generation_pb2.TokenIds(ids=PROMPT),
-        stopping=generation_pb2.StoppingParams(max_tokens=TOKENS, ignore_eos=True),
+        stopping=generation_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
     )
 
 
@@ -280,10 +281,17 @@ async def load(fleet: Scaled, rate: float, seconds: float) -> float:
     return used_s / len(calls)
 
 
-async def hold_streams(fleet: Scaled, number: int) -> tuple[float, float]:
-    """Opens so many streams; returns the router's memory in MB before, and with a block of each."""
+async def hold_streams(fleet: Scaled, number: int, *, is_new: bool) -> tuple[float, float]:
+    """Opens so many streams; returns the router's memory in MB before, and with a block of each.
+
+    `is_new`: on connections on which no call has ended. gRPC gives a call as much memory as the
+    last ones of its connection used in the end. To the calls of a new connection it gives too
+    little, and adds pieces to it."""
     clients = Clients(fleet.address, CONNECTIONS)
     before = fleet.resident_mb()
+    began = asyncio.Semaphore(0)
+    for _ in range(0 if is_new else 8 * fleet.workers // (2 * CONNECTIONS)):
+        await asyncio.gather(*(clients.stream(at, began, BLOCK_SIZE) for at in range(CONNECTIONS)))
     began = asyncio.Semaphore(0)
     streams = []
     for at in range(number):
@@ -310,6 +318,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--streams", type=int, default=0, help="open streams, of a fleet with seats"
     )
+    parser.add_argument(
+        "--new-connections",
+        action="store_true",
+        help="open streams on connections without an ended call",
+    )
     args = parser.parse_args(argv)
     with contextlib.ExitStack() as stack:
         fleets = [stack.enter_context(scaled(n, 0.0, args.links)) for n in args.workers]
@@ -335,7 +348,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.streams:
         workers = 8 * -(-args.streams // (4 * SEATS))
         with scaled(workers, 600.0, args.links) as fleet:
-            before_mb, held_mb = asyncio.run(hold_streams(fleet, args.streams))
+            held = hold_streams(fleet, args.streams, is_new=args.new_connections)
+            before_mb, held_mb = asyncio.run(held)
             print(json.dumps({"streams": args.streams, "mb_before": before_mb, "mb": held_mb}))
     return 0
 
