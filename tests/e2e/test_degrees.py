@@ -32,7 +32,7 @@ def test_prompts_and_context_are_cut_over_ranks_also_after_one_has_died() -> Non
     case = Case("sdar", "nixl", 1, 2, ("d2f",), context=2, rows=2, max_tokens=16)
     with serving(case) as (fleet, asked), connect(fleet.address) as client:
         requests = [request for request, _ in asked[:8]]
-        expected = [[list(tokens)] * request.n for request, tokens in asked[:8]]
+        expected = [[list(tokens)] * (request.n or 1) for request, tokens in asked[:8]]
 
         def answered() -> None:
             answers = all_at_once(client.generate, requests)
