@@ -21,8 +21,8 @@ OVERLAYS := $(wildcard k8s/overlays/*) k8s/prometheus k8s/prometheus/small-pool
 # The oldest Kubernetes that the manifests and the chart are for.
 KUBERNETES := 1.30
 
-# Files of tests that run at the same time: many wait for processes, so three keep two cores busy.
-AT_ONCE ?= 3
+# Files of tests that run at the same time: many wait for processes, so four keep two cores busy.
+AT_ONCE ?= 4
 # Files that need the machine to themselves.
 ALONE := tests/chaos/test_chaos.py tests/chaos/test_network.py
 # Of tests/clients, as .ci/tool names them. CLIENTS=guidellm adds that load generator, which takes 6 GB.
