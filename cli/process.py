@@ -22,6 +22,7 @@ _TAIL_BYTES = 1 << 16
 _LINE_BYTES = 256
 _POLL_S = 0.1
 _LOOK_S = 0.02
+_FREE_LOCK = "release un"  # of both kinds of lock: "un-acquired lock", "unlocked lock"
 KILLED_S = 10.0  # time limit for the kernel to end a killed process
 # Runs in the child before its program: asks the kernel for SIGTERM when the parent dies (prctl
 # option 1), and exits if the parent has already died.
@@ -177,7 +178,7 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = error.__context__
+        cause = error.__context__ if _FREE_LOCK in str(error) else None
         while cause is not None and not isinstance(cause, KeyboardInterrupt):
             cause = cause.__context__
         if cause is None:

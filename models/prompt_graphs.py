@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -114,7 +115,6 @@ class PromptGraphs:
     def _forward(self, bucket: _Bucket) -> Tensor:
         """Over the first rows of the inputs; rows without a sequence are padding."""
         inputs, rows = self._inputs, bucket.rows
-        num_wanted = bucket.num_seqs if self._model.config.shift_logits else 0
         stored = None if self._marks is None else self._marks.stored
         given = (
             inputs.token_ids[:rows],
@@ -124,7 +124,7 @@ class PromptGraphs:
             inputs.slots[:rows],
         )
         if (stage := self._stage) is None:
-            wanted = inputs.wanted[:num_wanted]
+            wanted = inputs.wanted[: bucket.num_seqs if self._model.config.shift_logits else 0]
             return self._model.forward(*given, last_rows=wanted, stored=stored)
         mixed, residual, received = stage.first(rows)
         self._model.forward_unfinished(*given, mixed, residual, stored=stored, received=received)
@@ -160,10 +160,8 @@ class _StageRows:
     @classmethod
     def empty(cls, model: Transformer) -> _StageRows:
         width = model.config.hidden_size
-        rows = torch.zeros(MOST_ROWS, 2 * width + model.q_dim, dtype=model.dtype)
-        sizes = [width, model.q_dim, width]
-        split = [one.contiguous().to(model.device) for one in torch.split(rows, sizes, dim=1)]
-        return cls(model, *split)
+        make = partial(torch.zeros, dtype=model.dtype, device=model.device)
+        return cls(model, *(make(MOST_ROWS, size) for size in (width, model.q_dim, width)))
 
     def first(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.mixed[:num_rows], self.residual[:num_rows], self.received[:num_rows]

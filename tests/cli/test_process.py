@@ -19,7 +19,7 @@ from eventually import is_readable
 from effuse.cli import bench, status, top
 from effuse.cli.__main__ import main
 from effuse.cli.fleet import Fleet, FleetError
-from effuse.cli.process import Process, Spawner, interruptible, stop_all
+from effuse.cli.process import _FREE_LOCK, Process, Spawner, interruptible, stop_all
 
 # Reports that it is ready, then ignores SIGTERM until it is killed.
 STUBBORN = (
@@ -238,7 +238,14 @@ def test_an_interruption_that_breaks_a_lock_is_an_interruption() -> None:
     with pytest.raises(KeyboardInterrupt), interruptible():
         interrupted_wait()
     with pytest.raises(RuntimeError, match="another"), interruptible():
-        raise RuntimeError("another")
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("another")
+    lock = threading.RLock()
+    with pytest.raises(RuntimeError) as uninterrupted, interruptible():
+        lock.release()
+    assert _FREE_LOCK in str(uninterrupted.value)
 
 
 def test_commands_whose_lock_an_interruption_broke_end_as_by_ctrl_c(

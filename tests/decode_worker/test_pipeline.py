@@ -6,15 +6,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from checkpoints import write_tiny_checkpoint
 from decode_worker.test_engine_storm import Storm, survive
 from decoding.engines import Rig, load_tiny, make_request, random_requests
 from decoding.staged import StagedRig, Stages
 
+from effuse.decode_worker.build import denoises_on_device
 from effuse.decode_worker.executor import Executor
 from effuse.decode_worker.room import Launch, Room
 from effuse.kvtransfer.messages import PageRef
 from effuse.models.transformer import Transformer
+from effuse.worker.config import DecodeConfig
 from effuse.worker.messages import Abort, AbortDone, StartDecode
 
 
@@ -190,3 +193,10 @@ def test_a_step_of_a_pipeline_takes_from_its_own_launch() -> None:
         room.end(1, 0.3)
         room.end(2, 0.5)
         assert room.times.step_s(1) == pytest.approx(seconds)
+
+
+def test_only_a_whole_model_has_slots_on_its_device() -> None:
+    device = torch.device("cuda")
+    assert denoises_on_device(DecodeConfig(), device)
+    assert not denoises_on_device(DecodeConfig(pipeline_parallel_size=2), device)
+    assert not denoises_on_device(DecodeConfig(enforce_eager=True), device)
