@@ -30,6 +30,7 @@ from effuse.worker.rank_messages import (
     LaunchStep,
     Quit,
     RunParts,
+    Slots,
 )
 from effuse.worker.ranks import Ranks
 
@@ -81,6 +82,7 @@ def follow(model: Transformer, queue: Queue[bytes]) -> None:
             case CopyPage(source=source, target=target):
                 rig.memory.copy_page(source, target)
             case _:
+                assert isinstance(command, Slots)
                 rig.stepper.obey(command)
 
 

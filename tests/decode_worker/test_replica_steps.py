@@ -32,6 +32,7 @@ from effuse.worker.rank_messages import (
     Prepare,
     Quit,
     RunParts,
+    Slots,
 )
 from effuse.worker.ranks import Ranks
 
@@ -90,6 +91,7 @@ def follow(model: Transformer, rank: int, replicas: Replicas) -> None:
             case Prepare():
                 pass
             case _:
+                assert isinstance(command, Slots)
                 rig.stepper.obey(command)
 
 
