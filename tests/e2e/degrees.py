@@ -153,24 +153,28 @@ def differing(case: Case, most: int | None = None) -> tuple[int, int]:
     return num_wrong, num_tokens
 
 
+def flags_of(case: Case) -> tuple[list[str], list[str]]:
+    """Flags of the prefill worker, none if the fleet has none, and of the decode worker."""
+    size, stages = "--tensor-parallel-size", "--pipeline-parallel-size"
+    prefill = []
+    if case.prefill:
+        prefill = [size, str(case.prefill), stages, str(case.stages[0])]
+        prefill += ["--prefill-context-parallel-size", str(case.rows)]
+        if case.max_tokens < 2048:
+            is_tiny = case.work in ARCHITECTURES
+            block_size = TINY.block_size if is_tiny else _family(case.work).block_size
+            prefill += ["--max-num-batched-tokens", str(max(case.max_tokens, block_size))]
+    decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
+    decode += [stages, str(case.stages[1]), "--decode-context-parallel-size", str(case.context)]
+    return prefill, decode
+
+
 @contextlib.contextmanager
 def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
     """The fleet, and its requests with the expected tokens. Greedy requests get `_ANSWERS` answers,
     which are equal.
     """
-    size = "--tensor-parallel-size"
-    prefill = [size, str(case.prefill)] if case.prefill else []
-    if case.rows > 1:
-        prefill += ["--prefill-context-parallel-size", str(case.rows)]
-    if case.prefill and case.max_tokens < 2048:
-        is_tiny = case.work in ARCHITECTURES
-        block_size = TINY.block_size if is_tiny else _family(case.work).block_size
-        prefill += ["--max-num-batched-tokens", str(max(case.max_tokens, block_size))]
-    decode = [("--data-parallel-size" if case.work == REPLICAS else size), str(case.decode)]
-    for flags, stages in zip((prefill, decode), case.stages, strict=True):
-        flags += ["--pipeline-parallel-size", str(stages)]
-    if case.context > 1:
-        decode += ["--decode-context-parallel-size", str(case.context)]
+    prefill, decode = flags_of(case)
     pages = ("--page-size", str(case.page_size))
     # So few that it preempts.
     few = str(-(-14 * TINY.page_size // (case.page_size * case.context)))
@@ -181,7 +185,7 @@ def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
             connector=case.connector,
             prefill=min(case.prefill, 1),
             worker_flags=pages,
-            prefill_flags=tuple(prefill),
+            prefill_flags=(*prefill,),
             decode_flags=(*decode, "--num-pages", few),
         ) as fleet:
             yield (

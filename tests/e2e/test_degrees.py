@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import pytest
 from e2e.client import all_at_once, connect, wait_until
-from e2e.degrees import Case, differing, serving
+from e2e.degrees import Case, all_cases, differing, flags_of, serving
 from e2e.rank_faults import ranks_of
 from e2e.test_lost_engines import life_of
+
+from effuse.cli.commands import FleetConfig
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,16 @@ def test_tokens_equal_the_oracles(case: Case) -> None:
     num_wrong, num_tokens = differing(case, most=8)
     assert num_tokens > 500
     assert num_wrong == 0
+
+
+def test_a_fleet_takes_the_flags_of_every_case() -> None:
+    cases = list(all_cases())
+    assert len(cases) > 250
+    for case in cases:
+        prefill, decode = flags_of(case)
+        FleetConfig(
+            prefill=min(case.prefill, 1), prefill_flags=(*prefill,), decode_flags=(*decode,)
+        )
 
 
 def test_prompts_and_context_are_cut_over_ranks_also_after_one_has_died() -> None:
