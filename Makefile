@@ -143,6 +143,10 @@ degrees: $(VENV)/.dev ## Hold the tokens of workers of 1, 2 and 4 devices, on CP
 by-pool: $(VENV)/.dev ## Time prompts at once by handoffs and through a real pool, on CPUs (POOL=lmcache)
 	PYTHONPATH=tests $(BIN)/python -m e2e.by_pool --pool "$(or $(POOL),mooncake)"
 
+.PHONY: upgrade
+upgrade: $(VENV)/.dev ## Replace a fleet of the commit OTHER by one of this checkout under load, on CPUs, and go back
+	for back in "" --back; do PYTHONPATH=tests $(BIN)/python -m e2e.upgrade --other "$(OTHER)" --connector $(CONNECTOR) $$back; done
+
 .PHONY: chaos
 chaos: $(VENV)/.dev ## Tamper, write late, poison, cancel, kill, stop and cut, and check every answer (SEED=1 CONNECTOR=nixl TAMPERED= LATE_WRITES= SIMULATIONS= OTHERS= CANCELS= PROBLEMS= REQUESTS= KILLS= NETWORK_FAULTS=)
 	export PYTHONPATH=tests
