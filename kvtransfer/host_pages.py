@@ -42,7 +42,10 @@ class HostPages:
             mine = os.memfd_create("effuse-units") if descriptor is None else os.dup(descriptor)
             self.descriptor = mine
             weakref.finalize(self, os.close, self.descriptor)
-        self._num_parts = layout.num_kv_heads // len(layout.heads) if is_shared else 1
+        self._num_parts, part = 1, 0
+        if is_shared:
+            self._num_parts = layout.num_kv_heads // len(layout.heads)
+            part = layout.heads.start // len(layout.heads)
         self.num_slots = num_slots
         self.page_bytes = memory.page_bytes * self._num_parts
         self._memory = memory
@@ -50,7 +53,7 @@ class HostPages:
             huge_pages(num_slots * self.page_bytes, self.descriptor), dtype=torch.uint8
         )
         self._bytes = bytes_of(slots)
-        flat = slots.view(self._num_parts, -1)[layout.heads.start // len(layout.heads)]
+        flat = slots.view(self._num_parts, -1)[part]
         self._slots = flat.view(num_slots, memory.page_bytes)
         self._rows = memory.byte_rows()
         self._stream: torch.cuda.Stream | None = None

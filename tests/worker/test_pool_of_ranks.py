@@ -155,6 +155,23 @@ def test_a_unit_that_is_lost_or_wrong_in_a_ranks_part_is_computed_again(
     with_worker(path, 1, read)
 
 
+def test_without_a_store_each_rank_keeps_its_heads_in_host_memory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Room, "prompt_s", lambda *_: 0.0)
+    path = write_tiny_checkpoint(tmp_path / "model", "sdar", seed=2, block_size=4)
+    seeds = range(4)
+
+    def use(worker: Worker) -> None:
+        expected = [worker.ask([seed]) for seed in seeds]
+        computed = worker.computed
+        assert [worker.ask([seed]) for seed in seeds] == expected
+        assert worker.computed == computed
+        assert worker.figure("loaded") > 0 and worker.figure("corrupt") == 0
+
+    with_worker(path, 2, use, num_pages=8)  # fewer than the four prompts fill
+
+
 def test_files_of_a_group_serve_a_worker_of_another_degree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
