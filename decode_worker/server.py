@@ -14,8 +14,7 @@ import grpc.aio
 
 from effuse.config.decoding import LOGPROBS
 from effuse.config.objectives import WITHIN
-from effuse.protos.channels import filled
-from effuse.protos.errors import Bug, InvalidRequest
+from effuse.protos.errors import InvalidRequest
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import peer, wire
@@ -24,10 +23,8 @@ from effuse.worker.front import Role
 from effuse.worker.messages import (
     Committed,
     CoreEvent,
-    Draft,
     Failed,
     Finished,
-    PromptProgress,
     Reserved,
     StartDecode,
     StartRehearsal,
@@ -117,11 +114,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             stream.is_verified = isinstance(event, Verified)
             if stream.is_verified:
                 self._shell.attempts.close(stream.attempt)
-            told = _response(event)
-            if told.HasField("reservation"):
-                await context.write(pb.RehearseResponse(reservation=told.reservation))
-            else:
-                await context.write(pb.RehearseResponse(verified=told.verified))
+            await context.write(wire.told(pb.RehearseResponse, event))
 
     def _leave(self, stream: _DecodeCall) -> None:
         self._shell.leave(stream.attempt, lambda: self._end_writer(stream))
@@ -140,7 +133,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
 
     def _handle_event(self, stream: _DecodeCall, event: CoreEvent) -> pb.DecodeResponse:
         self._note(stream, event)
-        return _response(event)
+        return wire.told(pb.DecodeResponse, event)
 
     def _note(self, stream: _DecodeCall, event: CoreEvent) -> None:
         metrics, now = self._shell.metrics, time.monotonic()
@@ -233,24 +226,6 @@ def _num_exposed(event: Reserved) -> int:
     """Pages that the writer itself writes into; over ZMQ this worker places arriving bytes."""
     reservation = event.reservation
     return 0 if reservation.connector == "zmq" else len(reservation.pages)
-
-
-def _response(event: CoreEvent) -> pb.DecodeResponse:
-    match event:
-        case Reserved():
-            return pb.DecodeResponse(reservation=wire.reservation_to_proto(event.reservation))
-        case Verified():
-            return pb.DecodeResponse(verified=filled(pb.PrefillVerified, event))
-        case Committed():
-            return pb.DecodeResponse(commit=filled(pb.DecodeCommit, event))
-        case Draft():
-            return pb.DecodeResponse(draft=filled(pb.DecodeDraft, event))
-        case PromptProgress():
-            return pb.DecodeResponse(progress=filled(pb.PrefillProgress, event))
-        case Finished():
-            return pb.DecodeResponse(finished=filled(pb.DecodeFinished, event))
-        case _:
-            raise Bug(f"a decode engine sent {type(event).__name__}")
 
 
 def make_role() -> Role:

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from effuse.prefill_worker.rehearsals import Rehearsals
-from effuse.protos.channels import filled
-from effuse.protos.errors import Bug, EffuseError, InvalidRequest, Unreserved
+from effuse.protos.errors import EffuseError, InvalidRequest, Unreserved
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker import wire
@@ -25,7 +24,6 @@ from effuse.worker.messages import (
     CoreEvent,
     Failed,
     PrefillDone,
-    PromptProgress,
     PromptPushed,
     PushTo,
     StartPrefill,
@@ -100,7 +98,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         while True:
             event = await stream.attempt.next_event()
             self._note(stream, event)
-            await context.write(_response(event))
+            await context.write(wire.told(pb.PrefillResponse, event))
             if isinstance(event, PromptPushed):
                 return
 
@@ -146,18 +144,6 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
                 raise InvalidRequest.of("reservation", "the stream ended before it")
         except EffuseError as error:
             stream.attempt.deliver(error)
-
-
-def _response(event: CoreEvent) -> pb.PrefillResponse:
-    match event:
-        case PrefillDone():
-            return pb.PrefillResponse(computed=filled(pb.PrefillComputed, event))
-        case PromptProgress():
-            return pb.PrefillResponse(progress=filled(pb.PrefillProgress, event))
-        case PromptPushed():
-            return pb.PrefillResponse(pushed=filled(pb.PrefillPushed, event))
-        case _:
-            raise Bug(f"a prefill engine sent {type(event).__name__}")
 
 
 def make_role(config: PrefillConfig) -> Role:

@@ -1,7 +1,7 @@
 """The messages between a worker's front and its engine, and the interface of an engine core.
 
 Tagged msgspec structs that mirror worker.proto; plain data, no I/O. Every message names its
-attempt, except those of the process itself.
+attempt, except those of the process itself. Events that callers get have their names there as tags.
 
 After `Abort` an engine only sends `AbortDone` for the attempt; after `Finished`, `Failed` and
 `PromptPushed` it sends nothing more. A decode with a writer that ends before `Verified`, in any
@@ -221,13 +221,13 @@ class StartupFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     permanent: bool  # the configuration or the checkpoint is wrong: starting again will not help
 
 
-class Reserved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Reserved(msgspec.Struct, frozen=True, tag="reservation", kw_only=True):
     """Pages are held. First event of a decode; without a writer it needs no address."""
 
     reservation: Reservation
 
 
-class Verified(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Verified(msgspec.Struct, frozen=True, tag="verified", kw_only=True):
     """The prompt's KV is complete and checked; no writer is left."""
 
     attempt: AttemptId
@@ -238,7 +238,7 @@ class Verified(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cached_tokens: int = 0  # prompt tokens whose KV was there
 
 
-class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Committed(msgspec.Struct, frozen=True, tag="commit", kw_only=True):
     """Final tokens, append-only."""
 
     attempt: AttemptId
@@ -252,7 +252,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     batch: int = 1  # answers in the step that ended with it
 
 
-class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Draft(msgspec.Struct, frozen=True, tag="draft", kw_only=True):
     """A block has begun or changed. Sent only if the request asks for drafts."""
 
     attempt: AttemptId
@@ -262,14 +262,14 @@ class Draft(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     block: BlockState
 
 
-class PromptProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PromptProgress(msgspec.Struct, frozen=True, tag="progress", kw_only=True):
     """A part of a prompt is computed, but not the last. Sent only if the request asks for it."""
 
     attempt: AttemptId
     computed_tokens: int  # whose KV is there, known ones included
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Finished(msgspec.Struct, frozen=True, tag="finished", kw_only=True):
     """The end of an answer."""
 
     attempt: AttemptId
@@ -279,7 +279,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     preemptions: int
 
 
-class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PrefillDone(msgspec.Struct, frozen=True, tag="computed", kw_only=True):
     """A prompt is computed."""
 
     attempt: AttemptId
@@ -289,7 +289,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     in_pool: bool = False  # the shared pool has its whole units; PromptPushed follows
 
 
-class PromptPushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PromptPushed(msgspec.Struct, frozen=True, tag="pushed", kw_only=True):
     """A prompt's pages have arrived: the end of a prefill."""
 
     attempt: AttemptId

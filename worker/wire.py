@@ -20,11 +20,11 @@ from effuse.kvtransfer.messages import (
     Shard,
     check_reservation,
 )
-from effuse.protos.channels import filled
-from effuse.protos.errors import InvalidRequest
+from effuse.protos.channels import Filled, filled
+from effuse.protos.errors import Bug, InvalidRequest
 from effuse.v1 import generation_pb2
 from effuse.v1 import worker_pb2 as pb
-from effuse.worker.messages import BlockState, Resume, TokenLogprobs
+from effuse.worker.messages import BlockState, CoreEvent, Reserved, Resume, TokenLogprobs
 
 _MOST_ID_CHARS = 128
 _MOST_ADDRESS_CHARS = 300
@@ -91,6 +91,16 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
         ),
         page_bytes=message.page_bytes,
     )
+
+
+def told(kind: type[Filled], event: CoreEvent) -> Filled:
+    """A message of this kind with an engine's event. Raises `Bug` for one that it cannot hold."""
+    name = str(event.__struct_config__.tag)
+    if name not in kind.DESCRIPTOR.fields_by_name:
+        raise Bug(f"an engine sent {type(event).__name__}, which no {kind.__name__} can hold")
+    if isinstance(event, Reserved):
+        return kind(reservation=reservation_to_proto(event.reservation))
+    return kind(**{name: filled(type(getattr(kind(), name)), event)})
 
 
 def reservation_to_proto(held: Reservation) -> pb.Reservation:
