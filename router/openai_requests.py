@@ -168,6 +168,8 @@ def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
                 given[name] = msgspec.convert(value, fields[name])
             except msgspec.ValidationError as error:
                 findings.misfit(name, fields[name], value, error)
+            except UnicodeEncodeError:  # half of a surrogate pair, which msgspec cannot refuse
+                findings.add(name, "whole characters", shown(json.dumps(value)))
     return given
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from effuse.protos.errors import InvalidRequest
-from effuse.router.openai_requests import Endpoint, request_of
+from effuse.router.openai_requests import _FIELDS, _NEUTRAL, Endpoint, request_of
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "hi"}
@@ -32,3 +32,37 @@ def test_a_misfit_is_told_once_and_cut(endpoint: Endpoint, body: dict[str, Any],
     (one,) = refused.value.violations
     text = f"{one.field}: {one.description}"
     assert told in text and text.count("expected") == 1 and len(text) < 300
+
+
+HALF = "\ud800"  # of a surrogate pair
+ODD = (
+    *(True, 0, -1, 1.5, 1e308, 2**63, 10**30, "", "x", HALF, "\x00", "a" * 20_000, [], {}),
+    *(
+        [HALF],
+        [[1, HALF]],
+        [None],
+        [1, "a"],
+        {"a": {}},
+        {HALF: 1},
+        {"role": HALF},
+        [{"role": HALF}],
+    ),
+)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_every_field_takes_or_refuses_every_value(endpoint: Endpoint) -> None:
+    good = (
+        {"messages": [{"role": "user", "content": "a"}]} if endpoint == "chat" else {"prompt": "a"}
+    )
+    outcomes = set()
+    for name in (*_FIELDS[endpoint], *_NEUTRAL):
+        for value in ODD:
+            try:
+                request_of({**good, name: value}, endpoint)
+            except InvalidRequest as error:
+                assert all(one.field for one in error.violations), (name, value)
+                outcomes.add("refused")
+            else:
+                outcomes.add("taken")
+    assert outcomes == {"refused", "taken"}
