@@ -19,6 +19,8 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from itertools import takewhile
+from operator import index
+from os import PathLike
 from pathlib import Path
 from typing import (
     Annotated,
@@ -28,6 +30,7 @@ from typing import (
     Literal,
     NoReturn,
     Protocol,
+    SupportsIndex,
     TypeVar,
     Union,
     cast,
@@ -286,6 +289,41 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
         parser.add_argument(
             flag, type=_value(parse_value, form), default=default, metavar=name, help=text
         )
+
+
+def from_python(config: type[Config], values: Mapping[str, object]) -> dict[str, Any]:
+    """Values of fields that Python code has set, in the types of these fields: a text becomes a
+    path, for example. Raises TypeError for a value of another type and ValueError for one that is
+    no choice; both name field and form.
+    """
+    hints = get_type_hints(config)
+    return {name: _in_type(name, hints[name], value) for name, value in values.items()}
+
+
+def _in_type(name: str, hint: object, value: object) -> object:
+    kind = _without_none(hint)
+    if value is None and kind is not hint:
+        return None
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise ValueError(f"{flag_of(name)}: expected one of {choices}, got {value!r}")
+        return value
+    accepted, form, convert = _FROM_PYTHON[cast(type, kind)]
+    is_switch = isinstance(value, bool)
+    if is_switch is not (kind is bool) or not isinstance(value, accepted):
+        raise TypeError(f"{name}: expected {form}, got {value!r}")
+    return convert(value)
+
+
+_FROM_PYTHON: Final[Mapping[type, tuple[Any, str, Callable[[Any], object]]]] = {
+    bool: (bool, "True or False", bool),
+    int: (SupportsIndex, "a whole number", index),
+    float: ((int, float, SupportsIndex), "a number", float),
+    str: (str, "a text", str),
+    Path: ((str, PathLike), "a path", Path),
+}
+"""By a field's type: the types that Python code may set, their form, and the conversion."""
 
 
 def _value(parse_value: Callable[[str], Any], form: str) -> Callable[[str], Any]:

@@ -23,6 +23,7 @@ import torch
 from effuse.client.answer import Answer, Gathering
 from effuse.client.params import Params, Prompt, make_request, read_prompt
 from effuse.config.decoding import Algorithm, Stopping
+from effuse.config.flags import from_python
 from effuse.decode_worker.build import build
 from effuse.decode_worker.engine import DecodeEngine
 from effuse.decode_worker.replicas import ReplicatedEngine
@@ -98,21 +99,18 @@ class LLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         """model: checkpoint directory, or None for the bundled one. Raises TypeError for an unknown
-        option, and ValueError, CheckpointError or TokenizerError if files or settings do not fit.
+        option or a wrong type, and ValueError, CheckpointError or TokenizerError if files or
+        settings do not fit.
         """
         known = EngineOptions.__annotations__
         for name in options.keys() - known.keys():
             raise TypeError(f"LLM: expected options among {', '.join(known)}; got {name!r}")
-        directory = bundled_directory() if model is None else Path(model)
-        refuse_unserved(directory, options.get("block_size"))
-        config = DecodeConfig(
-            model=directory,
-            adapter=None if adapter is None else Path(adapter),
-            kv_offloading_dir=None if kv_offloading_dir is None else Path(kv_offloading_dir),
-            max_request_s=_MOST_REQUEST_S,
-            connector="zmq",  # pages never leave the process, so no connector is needed
-            **options,
-        )
+        paths = {"model": model, "adapter": adapter, "kv_offloading_dir": kv_offloading_dir}
+        given = from_python(DecodeConfig, {**paths, **options})
+        directory = given["model"] = given["model"] or bundled_directory()
+        refuse_unserved(directory, given.get("block_size"))
+        # Pages never leave the process, so no connector is needed.
+        config = DecodeConfig(max_request_s=_MOST_REQUEST_S, connector="zmq", **given)
         check_device(config.device)
         self._tokenizer = Tokenizer.load(directory)
         with _threads_kept():

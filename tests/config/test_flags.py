@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -116,3 +117,40 @@ def test_help_names_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
 def test_a_field_without_help_is_our_mistake() -> None:
     with pytest.raises(TypeError, match="name has no help text"):
         flags.parse(Undescribed, [], prog="example", about="")
+
+
+class Whole:
+    """A number that is no int, such as numpy's."""
+
+    def __index__(self) -> int:
+        return 7
+
+
+def test_values_from_python_get_the_types_of_their_fields() -> None:
+    given = {"count": Whole(), "share": 2, "is_loud": True, "mode": "fast", "limit": None}
+    found = flags.from_python(Example, {**given, "where": "/x/y"})
+    assert Example(**found) == Example(
+        count=7, share=2.0, is_loud=True, mode="fast", where=Path("/x/y")
+    )
+    assert [type(found[name]) for name in ("count", "share")] == [int, float]
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "others"),
+    [
+        ("name", "a text", (3, b"x", None, Path("x"))),
+        ("count", "a whole number", ("8", 2.5, True, None, [8], float("nan"))),
+        ("share", "a number", ("0.5", True, None, [0.5])),
+        ("is_loud", "True or False", ("no", 0, 1, None)),
+        ("limit", "a whole number", ("8", 2.5, False, {})),
+        ("where", "a path", (3, True, b"x", [])),
+        ("mode", "one of fast, safe", ("slow", 3, None, [])),
+    ],
+)
+def test_values_from_python_of_other_types_are_refused_by_name(
+    name: str, form: str, others: tuple[object, ...]
+) -> None:
+    for other in others:
+        told = re.escape(f"{name}: expected {form}, got {other!r}")
+        with pytest.raises((TypeError, ValueError), match=told):
+            flags.from_python(Example, {name: other})

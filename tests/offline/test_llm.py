@@ -59,6 +59,29 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_loaded(
         effuse.LLM(device=device)
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"max_num_seqs": "8"}, "max_num_seqs: expected a whole number, got '8'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs: expected a whole number, got 2.5"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching: expected True or False"),
+        ({"kv_offloading_size": None}, "kv_offloading_size: expected a number, got None"),
+        ({"served_model_name": 3}, "served_model_name: expected a text, got 3"),
+        ({"adapter": 3}, "adapter: expected a path, got 3"),
+    ],
+)
+def test_options_of_other_types_are_refused_by_name(option: dict[str, Any], told: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(told)):
+        effuse.LLM(**option)
+
+
+@pytest.mark.parametrize("name", ["attention", "kv_layout", "default_algorithm"])
+def test_a_choice_that_there_is_not_is_refused(name: str) -> None:
+    option: dict[str, Any] = {name: "none such"}
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}: expected one of"):
+        effuse.LLM(**option)
+
+
 def test_a_promise_that_cannot_be_kept_is_refused() -> None:
     with pytest.raises(ValueError, match="--batch-invariant: expected float32 on a CPU, got bf"):
         effuse.LLM(device="cpu", dtype="bfloat16", batch_invariant=True)
