@@ -11,6 +11,7 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain, islice
 
 from rich.console import Console
 
@@ -225,12 +226,13 @@ def _show_answer(client: Client, job: GenerateJob, prompt: Prompt, at: int) -> A
 
 def _print_answers(stream: Stream, job: GenerateJob, names: Sequence[str]) -> Answer:
     """Prints the first answer while it grows, then the others, each under its name."""
+    begun = [*islice(stream.events(), 1)]  # a request that is refused has no heading
     _print_heading(names[0])
     if job.watch:
         with watch(Console(), indent=0) as show:
-            answer = follow(stream, show)
+            answer = follow(stream, show, begun)
     else:
-        answer = follow(stream, _print_text)
+        answer = follow(stream, _print_text, begun)
         print()
     for name, other in zip(names[1:], answer.others, strict=False):
         _print_heading(name)
@@ -261,10 +263,10 @@ def json_lines(answer: Answer, at: int) -> list[str]:
     return lines
 
 
-def follow(stream: Stream, show: Callable[[Event], None]) -> Answer:
+def follow(stream: Stream, show: Callable[[Event], None], begun: Iterable[Event] = ()) -> Answer:
     """The answer; `show` gets every event of the first one as it arrives, because mixed answers are
-    unreadable. Raises EffuseError and StreamBroken."""
-    for event in stream.events():
+    unreadable. `begun`: events that the caller has read. Raises EffuseError and StreamBroken."""
+    for event in chain(begun, stream.events()):
         if not event.answer_index:
             show(event)
     return stream.answer

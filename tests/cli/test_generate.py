@@ -239,6 +239,14 @@ def test_a_heading_stands_before_each_of_several_answers(
         assert line.startswith(f"answer {at} of 3: the same 11 prompt tokens, 2 of them cached")
 
 
+@pytest.mark.parametrize("watch", [[], ["--watch"]], ids=["text", "watch"])
+def test_a_refusal_has_no_heading(watch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        _generate("x" * 500, "--n", "2", *watch)
+    assert caught.group_contains(CommandError, match="INVALID_ARGUMENT")
+    assert capsys.readouterr().out == ""
+
+
 def test_one_answer_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     _generate("how many?")
     assert capsys.readouterr().out == "the answer is three\n"
