@@ -19,7 +19,7 @@ from typing import Final, TextIO
 
 from effuse.cli.arguments import command, directory, whole
 from effuse.cli.commands import FleetConfig, new_name
-from effuse.cli.process import LogFollower, last_lines, with_name
+from effuse.cli.process import LogFollower, last_lines, logs_in, with_name
 from effuse.config.flags import CommandError
 
 KEPT: Final = 10
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Raises CommandError if there is no such log."""
     found = make_parser().parse_args(argv)
     where = found.log_dir or _latest_of_user(found.fleet)
-    names = sorted(log.stem for log in _logs(where))
+    names = sorted(log.stem for log in logs_in(where))
     if not (names or found.follow):
         raise CommandError(f"{where} has no logs")
     if found.process is not None and found.process not in names:
@@ -67,14 +67,10 @@ def _latest_of_user(fleet: str | None) -> Path:
     return found
 
 
-def _logs(where: Path, process: str = "*") -> list[Path]:
-    return sorted(one for one in where.glob(f"{process}.log") if one.is_file())
-
-
 def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) -> None:
     """Writes the last lines of each log that `process` matches, and then new lines."""
     follower = LogFollower(where, out, process)
-    for log in _logs(where, process):
+    for log in logs_in(where, process):
         for line in last_lines(log, lines):
             print(with_name(log.stem, line), file=out)
     out.flush()

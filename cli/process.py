@@ -94,6 +94,11 @@ def kill_group(child: subprocess.Popen[bytes]) -> None:
         child.wait(KILLED_S)
 
 
+def logs_in(directory: Path, process: str = "*") -> list[Path]:
+    """The log files of processes that the pattern matches; a directory or a pipe is none."""
+    return sorted(one for one in directory.glob(f"{process}.log") if one.is_file())
+
+
 def last_lines(log: Path, lines: int) -> list[str]:
     if not log.exists():
         return []
@@ -212,11 +217,11 @@ class LogFollower:
         """shows: whether a line of a process is copied, given the process's name and the line."""
         self._directory = directory
         self._out = out
-        self._logs = f"{process}.log"
+        self._process = process
         self._lead = _as_object if as_json else with_name
         self._shows = shows
         # Lines of an earlier fleet are not shown again.
-        self._read = {log: log.stat().st_size for log in directory.glob(self._logs)}
+        self._read = {log: log.stat().st_size for log in logs_in(directory, process)}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs")
 
@@ -230,7 +235,7 @@ class LogFollower:
 
     def copy_new(self) -> None:
         """Copy every complete line that was added since the last call."""
-        for log in sorted(self._directory.glob(self._logs)):
+        for log in logs_in(self._directory, self._process):
             with log.open("rb") as file:
                 begin = self._read.get(log, 0)
                 if file.seek(0, os.SEEK_END) < begin:  # it was truncated

@@ -35,6 +35,7 @@ from effuse.protos.channels import FleetAccess
 from effuse.protos.tls import ServerTls, TlsFiles
 from effuse.router.config import RouterConfig
 from effuse.router.config import parse as parse_router
+from effuse.router.tenants import KeyRing
 from effuse.router.tokenizer import TokenizerError, bundled_directory, read_backend
 from effuse.telemetry import logs
 from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig, WorkerConfig
@@ -125,15 +126,17 @@ def refuse_early(config: FleetConfig, view: UpView) -> None:
     asked = cast("Algorithm | None", algorithm)
     refuse_unserved(directory, blocks, asked, adapted=adapter is not None, limits=vars(view))
     read_backend(directory)
-    check_certificates(config)
+    check_access(config)
     check_ports(_places(config, view))
 
 
-def check_certificates(config: FleetConfig) -> None:
-    """Raises OSError that names an unusable file of TLS or of the fleet's secret."""
+def check_access(config: FleetConfig) -> None:
+    """Raises OSError that names an unusable file of TLS, keys, or the fleet's secret."""
     given = parse_router(config.router_flags)
     if given.tls_cert is not None:
         ServerTls(TlsFiles(cert=given.tls_cert, key=given.tls_key, ca=given.tls_client_ca))
+    if given.keys is not None:
+        KeyRing(given.keys)
     fleet = (given.fleet_cert, given.fleet_key, given.fleet_ca, given.fleet_secret)
     FleetAccess.read(*fleet).server_tls()
     if given.redis_ca is not None:
@@ -249,8 +252,8 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
     if found.kv_mode == "pool" and not found.kv_pool:
         raise ValueError("--kv-mode pool: expected --kv-pool with it, because KV goes there")
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
-    asked = bool(found.gpus or found.prefill_gpus or found.decode_gpus)
     # Named GPUs imply --device cuda, so an unusable one is an error. A given --device comes later.
+    asked = bool(found.gpus or found.prefill_gpus or found.decode_gpus)
     device = ("--device", "cuda") if asked else ()
     adapter = ("--adapter", str(found.adapter)) if found.adapter else ()
     return FleetConfig(
@@ -354,11 +357,8 @@ def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
             width = columns() if sys.stdout.isatty() else None
             _say(greeting(fleet, page_address, width=width, verbose=view.verbose))
             watch_over(fleet, rolling, shows_logs=shows_logs)
-    except FleetError as error:
-        LOG.error("%s", error.why if shows_logs else error)
-        return 1
-    except OSError as error:
-        LOG.error("%s", error)
+    except (FleetError, OSError) as error:
+        LOG.error("%s", getattr(error, "why", error) if shows_logs else error)
         return 1
     except KeyboardInterrupt:
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import threading
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def test_a_log_that_was_emptied_is_shown_from_its_begin(tmp_path: Path) -> None:
     log.write_text("a long story\n")
     follower = LogFollower(tmp_path, out)
     log.write_text("news\n")
+    follower.copy_new()
+    assert out.getvalue() == "router     | news\n"
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    """A pipe would never end."""
+    (tmp_path / "backup.log").mkdir()
+    os.mkfifo(tmp_path / "pipe.log")
+    (tmp_path / "gone.log").symlink_to(tmp_path / "nothing")
+    out = io.StringIO()
+    follower = LogFollower(tmp_path, out)
+    (tmp_path / "router.log").write_text("news\n")
     follower.copy_new()
     assert out.getvalue() == "router     | news\n"
 

@@ -200,6 +200,15 @@ def test_certificates_that_are_exchanged_are_refused_in_a_line(tmp_path: Path, m
     assert "router.key: expected a PEM certificate, found a private key" in line
 
 
+def test_keys_with_a_bad_line_are_refused_in_a_line(tmp_path: Path, model: Path) -> None:
+    """Before any process is started."""
+    (tmp_path / "keys").write_text("a tenant\n")
+    up = Up(model, "--keys", str(tmp_path / "keys"))
+    assert up.child.wait(DEADLINE_S) == 2
+    (line,) = up.end_lines()
+    assert line.startswith(f"effuse up: --keys: {tmp_path}/keys: line 1: expected `tenant sha256 ")
+
+
 def test_a_redis_that_wants_a_password_is_one_line(model: Path) -> None:
     with redis_server.running() as server, redis.Redis(port=server.port) as admin:
         admin.config_set("requirepass", "p:w")
