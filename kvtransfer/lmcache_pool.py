@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from effuse.config.pool_address import PoolAddress
-from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Threads, UnitFacts, UnitStore, unpack
+from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Facts, UnitFacts, UnitStore, unpack
 from effuse.kvtransfer.units import Key
 
 _ASKED: Final = struct.Struct("9i150s")  # command, bytes, format, type, place, shape of 4, key
@@ -37,7 +37,6 @@ class LMCachePool(UnitStore):
         place = f"{address.host}:{address.port}/{address.namespace}/{content}".encode()
         self._content = hashlib.sha256(place).hexdigest()[:32]
         self.number = int(self._content[:13], 16)
-        self._finder, self._readers, self._writer = Threads(1), Threads(2), Threads(1)
         self._own = threading.local()  # a connection for each thread
         self._lines: set[socket.socket] = set()
 
@@ -54,7 +53,7 @@ class LMCachePool(UnitStore):
         return self._readers.submit(self._load, key, views)
 
     def keep(
-        self, key: Key, before: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]
+        self, key: Key, before: Key, facts: Facts, views: Sequence[memoryview]
     ) -> "Future[int]":
         return self._writer.submit(self._keep, key, facts, views)
 
@@ -62,8 +61,7 @@ class LMCachePool(UnitStore):
         """The server cannot."""
 
     def close(self) -> None:
-        for threads in (self._finder, self._readers, self._writer):
-            threads.close()
+        super().close()
         for line in tuple(self._lines):
             line.close()
 
@@ -100,7 +98,7 @@ class LMCachePool(UnitStore):
             at += view.nbytes
         return facts
 
-    def _keep(self, key: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]) -> int:
+    def _keep(self, key: Key, facts: Facts, views: Sequence[memoryview]) -> int:
         head = facts().pack(key, sum(view.nbytes for view in views))
         size = len(head) + sum(view.nbytes for view in views)
 

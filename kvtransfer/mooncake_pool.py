@@ -6,6 +6,7 @@ the next `open` starts another.
 
 import errno
 import hashlib
+import math
 import os
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from itertools import chain, islice, takewhile
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -37,15 +38,24 @@ from effuse.kvtransfer.mooncake_process import (
     PoolOrders,
     address_of,
 )
-from effuse.kvtransfer.stores import HEAD, MOST_BOUNDARY, Threads, UnitFacts, UnitStore, unpack
+from effuse.kvtransfer.stores import (
+    HEAD,
+    MOST_BOUNDARY,
+    READERS,
+    Facts,
+    Threads,
+    UnitFacts,
+    UnitStore,
+    unpack,
+)
 from effuse.kvtransfer.units import Key
 
-_Sought = tuple[Sequence[str], "Future[int]"]
-_Wanted = tuple[Key, Sequence[memoryview], "Future[UnitFacts]"]
-_Kept = tuple[Key, Sequence[memoryview], "Future[int]", Callable[[], UnitFacts]]
-_Moving = TypeVar("_Moving", _Wanted, _Kept)
+_Views = Sequence[memoryview]
+_Wanted = tuple[Key, _Views]
+_Kept = tuple[Key, _Views, Facts]
+_Asked = TypeVar("_Asked")
+_Result = TypeVar("_Result")
 
-_READERS: Final = 2
 _KEPT_UNITS: Final = 32  # in one call; prompts on their way to the pool wait for each call's end
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
@@ -70,7 +80,7 @@ class _Client:
 
     def __init__(self, address: PoolAddress, host: HostPages) -> None:
         """Starts it, and waits until it is connected. Raises ConnectionError."""
-        pairs = [socket.socketpair() for _ in range(_READERS + 2)]
+        pairs = [socket.socketpair() for _ in range(READERS + 2)]
         assert host.descriptor >= 0, "the process has to map it"
         orders = PoolOrders(
             host=address.host,
@@ -128,6 +138,50 @@ class _Client:
         return self._process.poll() is not None
 
 
+class _Batches(Generic[_Asked, _Result]):
+    """Calls that wait for a thread, which makes them together, because each takes some ms."""
+
+    def __init__(
+        self,
+        threads: Threads,
+        run: Callable[[Sequence[_Asked]], Sequence[_Result | Exception]],
+        most: float = math.inf,
+        size: Callable[[_Asked], int] = lambda asked: 0,
+    ) -> None:
+        """`run` returns the result or the error of each call, or raises that of all. At most `most`
+        go together, or fewer if they move `MOST_BYTES` by their `size`."""
+        self._threads, self._run, self._most, self._size = threads, run, most, size
+        self.waiting: SimpleQueue[tuple[_Asked, Future[_Result]]] = SimpleQueue()
+
+    def submit(self, asked: _Asked) -> "Future[_Result]":
+        result: Future[_Result] = Future()
+        self.waiting.put((asked, result))
+        self._threads.submit(self.run_some)
+        return result
+
+    def run_some(self) -> None:
+        """Those that wait; there may be none, because earlier ones were made with others."""
+        batch: list[tuple[_Asked, Future[_Result]]] = []
+        num_bytes = 0
+        with suppress(Empty):
+            while len(batch) < self._most and num_bytes < MOST_BYTES:
+                one = self.waiting.get_nowait()
+                if one[1].set_running_or_notify_cancel():
+                    batch.append(one)
+                    num_bytes += self._size(one[0])
+        if not batch:
+            return
+        try:
+            found = self._run([asked for asked, _ in batch])
+        except Exception as error:  # noqa: BLE001  the reader of each result gets it
+            found = [error] * len(batch)
+        for (_, result), outcome in zip(batch, found, strict=True):
+            if isinstance(outcome, Exception):
+                result.set_exception(outcome)
+            else:
+                result.set_result(outcome)
+
+
 class MooncakePool(UnitStore):
     """Units in Mooncake Store. Not all that it has are known here."""
 
@@ -143,11 +197,9 @@ class MooncakePool(UnitStore):
         self._prefix = "/".join(part for part in ("effuse", address.namespace, content) if part)
         place = f"{address.host}:{address.port}/{self._prefix}".encode()
         self.number = int.from_bytes(hashlib.sha256(place).digest()[:7]) or 1
-        # No search waits for a read.
-        self._finder, self._readers, self._writer = Threads(1), Threads(_READERS), Threads(1)
-        self._searches: SimpleQueue[_Sought] = SimpleQueue()
-        self._loads: SimpleQueue[_Wanted] = SimpleQueue()
-        self._keeps: SimpleQueue[_Kept] = SimpleQueue()
+        self._searches = _Batches(self._finder, self._find_all)
+        self._loads = _Batches(self._readers, self._load_all, MOST_UNITS, _bytes_of)
+        self._keeps = _Batches(self._writer, self._keep_all, _KEPT_UNITS, _bytes_of)
         self._client: _Client | None = None
         self._lock = Lock()
         self._base = address_of(host.views([0])[0])
@@ -161,35 +213,19 @@ class MooncakePool(UnitStore):
         return self._finder.submit(self._open)
 
     def find(self, units: Mapping[Key, Key]) -> "Future[int]":
-        result: Future[int] = Future()
-        self._searches.put(([self._name(key) for key in units], result))
-        self._finder.submit(self._find_some)
-        return result
+        return self._searches.submit([self._name(key) for key in units])
 
-    def load(self, key: Key, views: Sequence[memoryview]) -> "Future[UnitFacts]":
-        result: Future[UnitFacts] = Future()
-        self._loads.put((key, views, result))
-        self._readers.submit(self._load_some)
-        return result
+    def load(self, key: Key, views: _Views) -> "Future[UnitFacts]":
+        return self._loads.submit((key, views))
 
-    def keep(
-        self,
-        key: Key,
-        before: Key,
-        facts: Callable[[], UnitFacts],
-        views: Sequence[memoryview],
-    ) -> "Future[int]":
-        result: Future[int] = Future()
-        self._keeps.put((key, views, result, facts))
-        self._writer.submit(self._keep_some)
-        return result
+    def keep(self, key: Key, before: Key, facts: Facts, views: _Views) -> "Future[int]":
+        return self._keeps.submit((key, views, facts))
 
     def remove(self, key: Key, before: Key) -> None:
         self._writer.submit(self._call, PoolCall("remove", (self._name(key),)))
 
     def close(self) -> None:
-        for threads in (self._finder, self._readers, self._writer):
-            threads.close()
+        super().close()
         if self._client is not None:
             self._client.kill()
 
@@ -200,66 +236,31 @@ class MooncakePool(UnitStore):
         with self._lock:
             if self._client is None or self._client.has_ended:
                 self._client = _Client(self._address, self._host)
-        _checked(self._call(PoolCall("find", (_PROBE,))).codes[0])
+        if error := _fault(self._call(PoolCall("find", (_PROBE,))).codes[0]):
+            raise error
 
-    def _find_some(self) -> None:
-        """All searches that wait, in one call, because each takes some ms; there may be none."""
-        batch: list[_Sought] = []
-        with suppress(Empty):
-            while True:
-                one = self._searches.get_nowait()
-                if one[1].set_running_or_notify_cancel():
-                    batch.append(one)
-        names = tuple(chain.from_iterable(names for names, _ in batch))
-        try:
-            codes = iter(self._call(PoolCall("find", names)).codes if names else ())
-        except OSError as error:
-            for _, result in batch:
-                result.set_exception(error)
-            return
-        for asked, result in batch:
-            found = list(islice(codes, len(asked)))
-            try:
-                _checked(min(found, default=0))
-                result.set_result(len(list(takewhile(bool, found))))
-            except OSError as error:
-                result.set_exception(error)
+    def _find_all(self, asked: Sequence[Sequence[str]]) -> list[int | Exception]:
+        names = tuple(chain.from_iterable(asked))
+        codes = iter(self._call(PoolCall("find", names)).codes if names else ())
+        found = [list(islice(codes, len(one))) for one in asked]
+        return [_fault(min(one, default=0)) or len(list(takewhile(bool, one))) for one in found]
 
-    def _load_some(self) -> None:
-        """Units that wait to be loaded, as many as one call takes; there may be none."""
-        if not (batch := _taken(self._loads)):
-            return
-        names = tuple(self._name(key) for key, _, _ in batch)
-        places = tuple(self._places(views) for _, views, _ in batch)
-        try:
-            answer = self._call(PoolCall("load", names, places=places))
-        except OSError as error:
-            answer = None
-            for _, _, result in batch:
-                result.set_exception(error)
-        if answer is not None:
-            for one, code, head in zip(batch, answer.codes, answer.heads, strict=True):
-                _finish(one, code, head)
+    def _load_all(self, batch: Sequence[_Wanted]) -> list[UnitFacts | Exception]:
+        names = tuple(self._name(key) for key, _ in batch)
+        places = tuple(self._places(views) for _, views in batch)
+        answer = self._call(PoolCall("load", names, places=places))
+        found = zip(batch, answer.codes, answer.heads, strict=True)
+        return [_loaded(*one) for one in found]
 
-    def _keep_some(self) -> None:
-        """The same for units to keep."""
-        if not (batch := _taken(self._keeps, _KEPT_UNITS)):
-            return
+    def _keep_all(self, batch: Sequence[_Kept]) -> list[int | Exception]:
         names = tuple(self._name(key) for key, *_ in batch)
-        places = tuple(self._places(views) for _, views, *_ in batch)
-        try:
-            heads = tuple(facts().pack(key, _size(views)) for key, views, _, facts in batch)
-            codes = self._call(PoolCall("keep", names, heads, places)).codes
-        except Exception as error:  # noqa: BLE001  the reader of each result gets it
-            for _, _, result, _ in batch:
-                result.set_exception(error)
-            return
-        for (_, views, result, _), head, code in zip(batch, heads, codes, strict=True):
-            try:
-                _checked(0 if code == PRESENT else code)
-                result.set_result(len(head) + _size(views))
-            except OSError as error:
-                result.set_exception(error)
+        places = tuple(self._places(views) for _, views, _ in batch)
+        heads = tuple(facts().pack(key, _size(views)) for key, views, facts in batch)
+        codes = self._call(PoolCall("keep", names, heads, places)).codes
+        return [
+            _fault(0 if code == PRESENT else code) or len(head) + _size(views)
+            for (_, views, _), head, code in zip(batch, heads, codes, strict=True)
+        ]
 
     def _call(self, call: PoolCall) -> PoolAnswer:
         if (client := self._client) is None:
@@ -271,7 +272,7 @@ class MooncakePool(UnitStore):
             raise ConnectionError(text)
         return answer
 
-    def _places(self, views: Sequence[memoryview]) -> Extents:
+    def _places(self, views: _Views) -> Extents:
         """Offsets and sizes of slots in the host's memory, neighbours together."""
         found: list[tuple[int, int]] = []
         for view in views:
@@ -283,38 +284,26 @@ class MooncakePool(UnitStore):
         return tuple(found)
 
 
-def _taken(queue: "SimpleQueue[_Moving]", most: int = MOST_UNITS) -> list[_Moving]:
-    """Units that wait, as many as one call takes."""
-    batch: list[_Moving] = []
-    num_bytes = 0
-    with suppress(Empty):
-        while len(batch) < most and num_bytes < MOST_BYTES:
-            one = queue.get_nowait()
-            if one[2].set_running_or_notify_cancel():
-                batch.append(one)
-                num_bytes += _size(one[1])
-    return batch
-
-
-def _size(views: Sequence[memoryview]) -> int:
+def _size(views: _Views) -> int:
     return sum(view.nbytes for view in views)
 
 
-def _finish(load: _Wanted, code: int, head: bytes) -> None:
-    key, views, result = load
+def _bytes_of(unit: _Wanted | _Kept) -> int:
+    return _size(unit[1])
+
+
+def _loaded(wanted: _Wanted, code: int, head: bytes) -> UnitFacts | Exception:
+    key, views = wanted
     try:
-        _checked(code)
-        result.set_result(unpack(head, key, _size(views)))
-    except (OSError, ValueError) as error:
-        result.set_exception(error)
+        return _fault(code) or unpack(head, key, _size(views))
+    except ValueError as error:
+        return error
 
 
-def _checked(code: int) -> int:
-    """Raises OSError for a code of Mooncake that is below 0."""
+def _fault(code: int) -> OSError | None:
+    """The error that a code of Mooncake below 0 stands for."""
     if code in MISSING:
-        raise FileNotFoundError(f"it is not in the shared pool: code {code}")
+        return FileNotFoundError(f"it is not in the shared pool: code {code}")
     if code == FULL:
-        raise OSError(errno.ENOSPC, "it is full")
-    if code < 0:
-        raise ConnectionError(f"Mooncake's code {code}")
-    return code
+        return OSError(errno.ENOSPC, "it is full")
+    return ConnectionError(f"Mooncake's code {code}") if code < 0 else None

@@ -23,6 +23,7 @@ from effuse.kvtransfer.units import Key
 HEAD: Final = struct.Struct("<8s16s16sQQ")  # magic, seal, digest, boundary's bytes, KV bytes
 MOST_BOUNDARY: Final = 1 << 20  # bytes
 _MAGIC: Final = b"effuse1\n"
+READERS: Final = 2
 _Result = TypeVar("_Result")
 
 
@@ -41,6 +42,9 @@ class UnitFacts:
         """Bytes that come before so many bytes of KV."""
         head = _MAGIC, self.seal(key), self.digest, len(self.boundary), num_bytes
         return HEAD.pack(*head) + self.boundary
+
+
+Facts = Callable[[], UnitFacts]
 
 
 def size_of_boundary(head: bytes, num_bytes: int) -> int:
@@ -82,6 +86,9 @@ class UnitStore(ABC):
     number = 0  # of a store of several workers: equal for those that find each other's units
 
     def __init__(self, most_bytes: float = math.inf) -> None:
+        # No search waits for a read. One thread writes, because a unit may be forgotten and written
+        # again while its first write goes on.
+        self._finder, self._readers, self._writer = Threads(1), Threads(READERS), Threads(1)
         self.num_bytes = 0  # of all units
         self._most_bytes = most_bytes
         self._known: OrderedDict[Key, tuple[Key, int]] = OrderedDict()  # unit before, bytes
@@ -145,7 +152,7 @@ class UnitStore(ABC):
 
     @abstractmethod
     def keep(
-        self, key: Key, before: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]
+        self, key: Key, before: Key, facts: Facts, views: Sequence[memoryview]
     ) -> "Future[int]":
         """Starts to write a unit; its bytes must not change before the result, the number of bytes.
         A thread calls `facts`."""
@@ -154,9 +161,10 @@ class UnitStore(ABC):
     def remove(self, key: Key, before: Key) -> None:
         """Starts to remove a unit."""
 
-    @abstractmethod
     def close(self) -> None:
         """Waits for nothing: a thread may be in a call that never ends."""
+        for threads in (self._finder, self._readers, self._writer):
+            threads.close()
 
 
 class Threads:
@@ -166,12 +174,14 @@ class Threads:
     def __init__(self, count: int) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._count = count
-        self._is_closed = False
-        for _ in range(count):
-            Thread(target=self._run, name="units", daemon=True).start()
+        self._has_begun = self._is_closed = False
 
     def submit(self, run: Callable[..., _Result], *values: object) -> "Future[_Result]":
         """Runs it in a thread, unless the future is cancelled before."""
+        if not self._has_begun:
+            self._has_begun = True
+            for _ in range(self._count):
+                Thread(target=self._run, name="units", daemon=True).start()
         future: Future[_Result] = Future()
         self._work.put(partial(self._do, future, partial(run, *values)))
         return future

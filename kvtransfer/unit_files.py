@@ -10,15 +10,14 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
-from effuse.kvtransfer.stores import HEAD, Threads, UnitFacts, UnitStore, size_of_boundary, unpack
+from effuse.kvtransfer.stores import HEAD, Facts, UnitFacts, UnitStore, size_of_boundary, unpack
 from effuse.kvtransfer.units import Key
 
-_READERS: Final = 2
 _LEFT_S: Final = 3600.0  # after which an unfinished file has no writer any more
 
 
@@ -33,29 +32,18 @@ class UnitFiles(UnitStore):
         super().__init__(most_bytes)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._directory = directory
-        # A unit may be forgotten and written again while its first write goes on.
-        self._writer = Threads(1)
-        self._readers = Threads(_READERS)
         self._scan()
 
     def load(self, key: Key, views: Sequence[memoryview]) -> "Future[UnitFacts]":
         return self._readers.submit(_read, self._path(key, self.before(key)), key, views)
 
     def keep(
-        self, key: Key, before: Key, facts: Callable[[], UnitFacts], views: Sequence[memoryview]
+        self, key: Key, before: Key, facts: Facts, views: Sequence[memoryview]
     ) -> "Future[int]":
-        def write() -> int:
-            head = facts().pack(key, sum(view.nbytes for view in views))
-            return _write(self._path(key, before), head, views)
-
-        return self._writer.submit(write)
+        return self._writer.submit(_write, self._path(key, before), key, facts, views)
 
     def remove(self, key: Key, before: Key) -> None:
         self._writer.submit(_remove, self._path(key, before))
-
-    def close(self) -> None:
-        for threads in (self._writer, self._readers):
-            threads.close()
 
     def _path(self, key: Key, before: Key) -> Path:
         return self._directory / f"{key.hex()}.{before.hex()}"
@@ -75,7 +63,8 @@ class UnitFiles(UnitStore):
             self.kept(key, before, size)
 
 
-def _write(path: Path, head: bytes, views: Sequence[memoryview]) -> int:
+def _write(path: Path, key: Key, facts: Facts, views: Sequence[memoryview]) -> int:
+    head = facts().pack(key, sum(view.nbytes for view in views))
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "wb", buffering=0, opener=_private) as file:

@@ -223,11 +223,11 @@ def test_a_start_that_fails_is_an_error(
 def test_an_answer_without_all_units_is_an_error_of_each(home: Path, user: PoolUser) -> None:
     """Else their slots stay with reads that never end, and the pool is never used again."""
     (home / "answers nonsense").touch()
-    batch = [(key, user.host.views([0]), Future[UnitFacts]()) for key in KEYS[:2]]
+    batch = [((key, user.host.views([0])), Future[UnitFacts]()) for key in KEYS[:2]]
     for one in batch:
-        user.pool._loads.put(one)
-    user.pool._load_some()
-    for _, _, result in batch:
+        user.pool._loads.waiting.put(one)
+    user.pool._loads.run_some()
+    for _, result in batch:
         assert isinstance(result.exception(5), ConnectionError)
 
 
