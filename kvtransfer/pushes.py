@@ -4,14 +4,14 @@ Layers leave as they become final, digests are computed beside them, and the man
 everything has arrived. The transport moves the bytes. Runs on the connector's thread.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
 from effuse.kvtransfer.connector import (
     UNKNOWN,
     Cause,
-    ConnectorEvent,
     HandoffRefused,
     Pending,
     PushCancelled,
@@ -19,8 +19,7 @@ from effuse.kvtransfer.connector import (
     PushFailed,
     cause_of,
 )
-from effuse.kvtransfer.digest import Digester, PageDigests, finish_of
-from effuse.kvtransfer.layout import Identity
+from effuse.kvtransfer.digest import PageDigests, finish_of
 from effuse.kvtransfer.messages import (
     Accepted,
     BoundaryState,
@@ -30,30 +29,18 @@ from effuse.kvtransfer.messages import (
     ToSender,
 )
 from effuse.kvtransfer.push import Push, Stage, check_push, parts_of
-from effuse.kvtransfer.transport import Chunk, Delivery, Peer, Transport
+from effuse.kvtransfer.transport import Chunk, Delivery, Half, Peer
 
 
-class Pushes:
+@dataclass(eq=False)
+class Pushes(Half):
     """All transfers that leave one pool.
 
     A transfer has a push to each receiving rank that this rank serves. It is over once all of them
     are, and fails with the first that does.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        digester: Digester,
-        own: Identity,
-        emit: Callable[[ConnectorEvent], None],
-        now: Callable[[], float],
-    ) -> None:
-        self._transport = transport
-        self._digester = digester
-        self._own = own
-        self._emit = emit
-        self._now = now
-        self._transfers: dict[str, list[Push]] = {}
+    _transfers: dict[str, list[Push]] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._transfers)

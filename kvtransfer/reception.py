@@ -4,18 +4,18 @@ Nothing is placed or accepted without a check against its reservation. Arrived p
 the memory that holds them; missing or different ones are refused. Runs on the connector's thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from effuse.kvtransfer.connector import (
     PROMISES,
     ArrivalRefused,
     Cause,
-    ConnectorEvent,
     Fenced,
     HandoffRefused,
     Promised,
 )
-from effuse.kvtransfer.digest import Digester, seal_of
+from effuse.kvtransfer.digest import seal_of
 from effuse.kvtransfer.handoff import (
     Arriving,
     Expected,
@@ -24,7 +24,6 @@ from effuse.kvtransfer.handoff import (
     check_same_prompt,
     check_span,
 )
-from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import (
     Accepted,
     Account,
@@ -40,31 +39,22 @@ from effuse.kvtransfer.messages import (
     account_of,
     mismatch,
 )
-from effuse.kvtransfer.transport import FromWriter, Reply, Transport
+from effuse.kvtransfer.transport import FromWriter, Half, Reply
 
 
-class Receptions:
+@dataclass(eq=False)
+class Receptions(Half):
     """All transfers that may write into one pool."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        digester: Digester,
-        own: Identity,
-        emit: Callable[[ConnectorEvent], None],
-        now: Callable[[], float],
-    ) -> None:
-        self._transport = transport
-        self._digester = digester
-        self._own = own
-        self._emit = emit
-        self._now = now
-        self._expected: dict[str, Expected] = {}
-        # Abandoned, and perhaps still in progress: the address that their writers know.
-        self._given_up: dict[str, ReceiverAddress] = {}
-        self._cut_off: dict[str, ReceiverAddress] = {}  # those of them whose writer is gone
-        self._shut: set[ReceiverAddress] = set()  # one for each writer that died
-        self._placing: dict[str, Expected] = {}  # abandoned while copies into pages are running
+    _expected: dict[str, Expected] = field(init=False, default_factory=dict)
+    # Abandoned, and perhaps still in progress: the address that their writers know.
+    _given_up: dict[str, ReceiverAddress] = field(init=False, default_factory=dict)
+    # Those of them whose writer is gone.
+    _cut_off: dict[str, ReceiverAddress] = field(init=False, default_factory=dict)
+    # One for each writer that died.
+    _shut: set[ReceiverAddress] = field(init=False, default_factory=set)
+    # Abandoned while copies into pages are running.
+    _placing: dict[str, Expected] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._expected)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from effuse.kvtransfer.connector import (
     Cancel,
@@ -25,7 +26,7 @@ from effuse.kvtransfer.connector import (
     ForgetLife,
     PushPages,
 )
-from effuse.kvtransfer.digest import Digester, digester_of
+from effuse.kvtransfer.digest import digester_of
 from effuse.kvtransfer.layout import Fingerprint, Identity, PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
@@ -34,6 +35,7 @@ from effuse.kvtransfer.reception import Receptions
 from effuse.kvtransfer.transport import (
     FromReceiver,
     FromWriter,
+    Half,
     Heard,
     Lost,
     Pace,
@@ -53,22 +55,14 @@ _PAUSE_S = 10.0  # between two polls of the engine, which was stopped itself the
 SWITCH_S = 0.0002
 
 
-class Exchange:
-    """Pushes and receptions of one pool, which carry out commands; events go to `emit`."""
+@dataclass(eq=False)
+class Exchange(Half):
+    """Pushes and receptions of one pool, which carry out commands."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        digester: Digester,
-        own: Identity,
-        emit: Callable[[ConnectorEvent], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._transport = transport
-        self._now = now
+    def __post_init__(self) -> None:
         self._moved_at = -LIVELY_S
-        self._pushes = Pushes(transport, digester, own, emit, now)
-        self._receptions = Receptions(transport, digester, own, emit, now)
+        parts = self._transport, self._digester, self._own, self._emit, self._now
+        self._pushes, self._receptions = Pushes(*parts), Receptions(*parts)
 
     def close(self) -> None:
         """Ends the transport."""

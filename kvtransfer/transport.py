@@ -5,12 +5,15 @@ All methods are called from the connector's thread and return immediately, unles
 otherwise.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from effuse.kvtransfer.connector import HandoffRefused, Route
+from effuse.kvtransfer.connector import ConnectorEvent, HandoffRefused, Route
+from effuse.kvtransfer.digest import Digester
+from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import (
     Begin,
     PageRef,
@@ -166,3 +169,15 @@ class Transport(Protocol):
     def wait(self, pace: Pace, requests: int) -> None:
         """Sleeps as long as the pace allows, or until the descriptor `requests` or one of its own
         is readable."""
+
+
+@dataclass(eq=False)
+class Half:
+    """What both halves of a connector work with: a transport, digests of a pool's pages, the pool's
+    own life, the place where events go, and a monotonic clock in seconds."""
+
+    _transport: Transport
+    _digester: Digester
+    _own: Identity
+    _emit: Callable[[ConnectorEvent], None]
+    _now: Callable[[], float] = time.monotonic
