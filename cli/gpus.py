@@ -69,7 +69,10 @@ def assign(
     on = Counter(taken)
     if not sharing and (twice := [gpu for gpu in on if on[gpu] > 1]):
         holders = [one for one in sizes if twice[0] in named.get(one, ())]
-        raise ValueError(_shared(twice[0], holders))
+        raise ValueError(
+            f"{_label(twice[0])} is given to {' and '.join(holders)}; --gpu-sharing lets workers "
+            "share a GPU and its memory"
+        )
     for worker, own in sizes.items():
         if worker not in named:
             named[worker] = _neighbours(allowed, own, on, worker, sharing=sharing)
@@ -153,13 +156,6 @@ def _too_few(workers: Collection[str], needed: int, gpus: Sequence[str]) -> str:
     return (
         f"{fleet} on {_listed(gpus)}: each worker needs its own GPU; start fewer workers, or let "
         "them share GPUs and memory with --gpu-sharing"
-    )
-
-
-def _shared(gpu: str, workers: Sequence[str]) -> str:
-    return (
-        f"{_label(gpu)} is given to {' and '.join(workers)}; --gpu-sharing lets workers share a "
-        "GPU and its memory"
     )
 
 

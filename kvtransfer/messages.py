@@ -60,11 +60,9 @@ class Tombstones:
         """Adds a transfer, and forgets old ones."""
         self._since[transfer_id] = now
         self._since.move_to_end(transfer_id)
-        while len(self._since) > self._most or self._oldest() < now - self._keep_s:
+        before, times = now - self._keep_s, self._since.values()
+        while len(self._since) > self._most or next(iter(times)) < before:
             self._since.popitem(last=False)
-
-    def _oldest(self) -> float:
-        return next(iter(self._since.values()))
 
 
 class PageRef(Struct, frozen=True, array_like=True):

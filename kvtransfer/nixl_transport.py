@@ -112,7 +112,8 @@ class NixlDelivery:
         if write is None:
             return True
         try:
-            if not attempt("a write failed", lambda: self._has_ended(write), self.peer):
+            polls = (self.agent.is_done(write) for _ in range(LOOKS))
+            if not attempt("a write failed", lambda: any(polls), self.peer):
                 return False
             release = partial(self.agent.release, write)
             attempt("a write could not be released", release, self.peer)
@@ -121,9 +122,6 @@ class NixlDelivery:
             raise
         self.write = None
         return True
-
-    def _has_ended(self, write: Transfer) -> bool:
-        return any(self.agent.is_done(write) for _ in range(LOOKS))
 
 
 class NixlTransport(Transport):

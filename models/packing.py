@@ -178,7 +178,8 @@ def _sampling(parts: Sequence[Part]) -> tuple[Integers, Floats]:
     if not asking:
         return np.empty((6, 0), np.int64), np.empty((2, 0), np.float32)
     for part in asking:
-        _check_counts(part)
+        if (found := len(part.denoise_counts)) != (count := len(part.candidates)):
+            raise ValueError(f"{found} denoise counts for {count} candidates")
     counts = [len(part.candidates) for part in asking]
     per_part = np.array([_integers(part) for part in asking], np.int64)
     top_k, seed, answer_index, score = np.repeat(per_part, counts, axis=0).T
@@ -193,10 +194,3 @@ def _integers(part: Part) -> tuple[int, int, int, int]:
     """Its integers, one for each candidate; the seed as the int64 with the same bits."""
     sampling, seed = part.sampling, part.sampling.seed
     return sampling.top_k, seed - (seed >> 63 << 64), sampling.answer_index, part.score
-
-
-def _check_counts(part: Part) -> None:
-    if len(part.denoise_counts) != len(part.candidates):
-        raise ValueError(
-            f"{len(part.denoise_counts)} denoise counts for {len(part.candidates)} candidates"
-        )

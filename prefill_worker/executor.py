@@ -130,7 +130,7 @@ class PromptExecutor:
         for chunk, row in zip(launched.chunks, rows, strict=True):
             if chunk.prompt.to_pool and row is not None and not chunk.prompt.can_split:
                 chunk.prompt.row = row.to(self._memory.device, non_blocking=True)
-        launched.mark = _always if self._mark is None else self._mark()
+        launched.mark = (lambda: True) if self._mark is None else self._mark()
 
     def has_ended(self, *, waits: bool = False) -> bool:
         """Whether the oldest running forward has ended. Its progress is a sign of life, because a
@@ -183,7 +183,8 @@ def _boundary(prompt: Prompt, launched: LaunchedForward, at: int) -> BoundarySta
     if not launched.is_over():
         return None
     row = launched.rows[at]
-    return prompt.boundary(None if row is None else _bytes_of(row))
+    raw = None if row is None else row.contiguous().view(torch.uint8).numpy().tobytes()
+    return prompt.boundary(raw)
 
 
 def mark_of(device: torch.device) -> Mark | None:
@@ -199,19 +200,10 @@ def mark_of(device: torch.device) -> Mark | None:
     return mark
 
 
-def _always() -> bool:
-    return True
-
-
 def _to_host(row: Tensor) -> Tensor:
     """A copy [hidden_size] in progress; into memory that is not pinned it would be synchronous."""
     copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=row.is_cuda)
     return copy.copy_(row, non_blocking=True)
-
-
-def _bytes_of(hidden: Tensor) -> bytes:
-    """Raw bytes of a vector [hidden_size]."""
-    return hidden.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 CODES: dict[Cause, FailureCode] = {

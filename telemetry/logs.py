@@ -272,11 +272,11 @@ class _Relay:
     def finish(self, wait_s: float = _LAST_S) -> None:
         """Returns once everything was copied, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
-        while not (self._is_idle and self._is_empty()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            num_left = fcntl.ioctl(self._end, termios.FIONREAD, bytes(4))
+            if self._is_idle and not any(num_left):
+                return
             time.sleep(_LOOK_S / 10)
-
-    def _is_empty(self) -> bool:
-        return not any(fcntl.ioctl(self._end, termios.FIONREAD, bytes(4)))
 
     def _run(self) -> None:
         while True:
