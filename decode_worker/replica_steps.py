@@ -30,7 +30,6 @@ class ReplicaStepper:
 
     @property
     def num_ahead(self) -> int:
-        """Steps that were launched but not read."""
         return len(self._unread)
 
     @property
@@ -45,13 +44,11 @@ class ReplicaStepper:
         self._taken.add(slot)
 
     def leave(self, slot: int) -> None:
-        """`DeviceStepper.leave`."""
         self._obey(LeaveSlot(slot))
         self.forecast.leave(slot)
         self._taken.discard(slot)
 
     def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
-        """`DeviceStepper.grow`."""
         self._obey(GrowSlot(slot, first, pages.tobytes(), storable))
 
     def launch(self) -> None:

@@ -65,7 +65,6 @@ class ReplicatedEngine:
         return has_run or any(has_changed) or any(has_applied)
 
     def is_working(self) -> bool:
-        """Whether a step that was launched has not been read."""
         return any(engine.is_working() for engine in self._engines)
 
     def handle(self, message: ToEngine) -> None:
@@ -86,11 +85,9 @@ class ReplicatedEngine:
                 self._engines[0].handle(message)
 
     def check(self, message: StartDecode) -> None:
-        """Raises RequestError for a request that could never be served here; stores nothing."""
         self._engines[0].check(message)
 
     def outbox(self) -> Sequence[CoreEvent]:
-        """Events since the last call, in order."""
         return [event for engine in self._engines for event in engine.outbox()]
 
     def load(self) -> Load:

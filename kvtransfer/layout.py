@@ -250,12 +250,10 @@ class PageMemory:
 
     @property
     def device(self) -> torch.device:
-        """The device of the pages."""
         return self.tensor.device
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pages."""
         return self.num_pages * self.page_bytes
 
     @cached_property

@@ -199,7 +199,6 @@ class Reservation(Struct, frozen=True, kw_only=True):
 
     @property
     def transfer_id(self) -> str:
-        """Name of the handoff."""
         return self.attempt.transfer_id
 
     @property
@@ -238,7 +237,6 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def transfer_id(self) -> str:
-        """Name of the handoff."""
         return self.attempt.transfer_id
 
 

@@ -199,7 +199,6 @@ class NixlTransport(Transport):
         return peer
 
     def leave(self, peer: Peer) -> None:
-        """A push has stopped using the peer."""
         assert isinstance(peer, NixlPeer)
         self._peers.leave(peer)
 
@@ -223,7 +222,6 @@ class NixlTransport(Transport):
         return peer.route
 
     def say(self, peer: Peer, message: ToReceiver) -> None:
-        """Notifies a receiver."""
         assert isinstance(peer, NixlPeer)
         if isinstance(message, Begin):
             message = msgspec.structs.replace(message, reply_to=self._metadata)
@@ -272,7 +270,6 @@ class NixlTransport(Transport):
     # Receiving.
 
     def hear(self) -> list[Heard]:
-        """Notifications since the last call."""
         heard: list[Heard] = []
         for name, data in self._sender.notifications():
             peer = self._peers.by_name.get(name)

@@ -92,7 +92,6 @@ class Push:
 
     @property
     def transfer_id(self) -> str:
-        """Name of the handoff."""
         return self.reservation.transfer_id
 
     @property

@@ -179,7 +179,6 @@ class ThreadConnector:
             os.close(self._event_signal)
 
     def describe(self) -> tuple[Shard, ...]:
-        """The address of this pool for peers."""
         return (shard_of(self._layout, self._transport.address()),)
 
     def send(self, command: Command) -> None:
@@ -198,7 +197,6 @@ class ThreadConnector:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def fileno(self) -> int:
-        """Readable while poll() has something."""
         return self._event_signal
 
     def _check_turns(self) -> None:

@@ -81,7 +81,6 @@ class TieredCache(UnitCache):
         return bool(self._saving or self._coming or self.tiers.searches)
 
     def figures(self) -> dict[str, int]:
-        """Fields of a worker's `Load`."""
         outside = self.tiers.figures()
         return super().figures() | {f"offload_{name}": count for name, count in outside.items()}
 

@@ -191,7 +191,6 @@ class ZmqTransport(Transport):
         self._sent = {key: one for key, one in self._sent.items() if one.peer is not peer}
 
     def say(self, peer: Peer, message: ToReceiver) -> None:
-        """Sends a message without payload."""
         assert isinstance(peer, ZmqPeer)
         with _open(peer):
             peer.say(message)

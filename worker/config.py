@@ -213,7 +213,6 @@ class PrefillConfig(WorkerConfig):
 
     @property
     def context_degree(self) -> int:
-        """Ranks that hold the same KV heads, each for other tokens."""
         return self.prefill_context_parallel_size
 
     @property
@@ -287,7 +286,6 @@ class DecodeConfig(WorkerConfig):
 
     @property
     def context_degree(self) -> int:
-        """Ranks that hold the same KV heads, each for other tokens."""
         return self.decode_context_parallel_size
 
 
