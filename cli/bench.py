@@ -132,7 +132,7 @@ def _objective_s(run: Run) -> float:
 
 __all__ = ["main", "make_parser"]
 
-RULE = "tokens: generated tokens by the server's count; times: from when a request was due"
+RULE = "tokens: generated tokens by the server's count; times: from each request's due time"
 _LOOK_S = 10.0
 _SHOWN = ("algorithm", "max_tokens", "window", "confidence_threshold", "temperature")
 

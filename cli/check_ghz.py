@@ -66,8 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("report", type=file, metavar="FILE", help="the report")
     add("--count", type=whole(1), metavar="N", help="expected number of calls (default: any)")
-    add("--errors", type=whole(0), default=0, metavar="N", help="most calls that may fail")
-    add("--least-rps", type=number(0), metavar="R", help="least calls per second")
+    add("--errors", type=whole(0), default=0, metavar="N", help="maximum calls that may fail")
+    add("--least-rps", type=number(0), metavar="R", help="minimum calls per second")
     add("--average", type=seconds, metavar="S", help="highest average latency")
     add("--slowest", type=seconds, metavar="S", help="highest latency")
     for at in PERCENTILES:

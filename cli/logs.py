@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--fleet", metavar="NAME", help="the fleet's name (default: the last one)")
     add("--log-dir", type=directory, metavar="DIR",
         help="the directory of `effuse up --log-dir` (default: the fleet's own)")  # fmt: skip
-    add("--lines", type=whole(1), default=100, metavar="N", help="show so many lines of each log")
+    add("--lines", type=whole(1), default=100, metavar="N", help="show this many lines of each log")
     add("--follow", action="store_true", help="keep printing new lines, until Ctrl-C")
     return parser
 

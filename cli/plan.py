@@ -91,13 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", dest="answer", type=positive, metavar="N",
         help="mean tokens of an answer (default: the present load's)")  # fmt: skip
     add("--workers", type=whole(1, 1 << 20), metavar="N",
-        help="workers to give roles to (default: those that there are)")  # fmt: skip
+        help="workers to plan for (default: the present ones)")  # fmt: skip
     add("--first-block-within", dest="first_block_s", type=seconds, metavar="S",
         help="longest time to the first block (default: the router's objective)")  # fmt: skip
     add("--gap-within", dest="gap_s", type=seconds, metavar="S",
         help="longest gap between blocks (default: the router's objective)")  # fmt: skip
     add("--gap-ratio", type=number(1, 1000), metavar="X",
-        help="the same in shortest measured gaps (default: the router's objective)")  # fmt: skip
+        help="the same, over the shortest measured (default: the router's objective)")  # fmt: skip
     add("--model", type=text, metavar="NAME", help="only this model (default: all)")
     add("--json", action="store_true", help="print times, load and plans as JSON")
     add_router(parser, has_timeout=True)
@@ -151,7 +151,7 @@ def _with_plans(sheet: Sheet) -> Sheet:
     roles = planner.within_reach(sheet.workers).best(sheet.workers) if sheet.workers else None
     lines = [
         *reasons(planner, roles or desired),
-        f"the load needs {named(desired)}, which bear {desired.rate:.3g} requests a second",
+        f"the load needs {named(desired)}, which sustain {desired.rate:.3g} requests a second",
     ]
     return replace(sheet, roles=roles, desired=desired, lines=tuple(lines))
 

@@ -186,11 +186,11 @@ def _role(worker: model_pb2.Worker) -> str:
         ", set by an operator" if worker.role_is_pinned else ""
     )
     if worker.num_leaving:
-        name = f"{name}, finishes {worker.num_leaving} of its former role"
+        name = f"{name}, finishing {worker.num_leaving} from its former role"
     if worker.ranks > 1:
         name = f"{name} on {worker.ranks} devices"
     if worker.context_ranks > 1:
-        name = f"{name}, context cut over {worker.context_ranks}"
+        name = f"{name}, context split over {worker.context_ranks}"
     if worker.stages > 1:
         name = f"{name} in {worker.stages} stages"
     return name

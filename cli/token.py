@@ -19,9 +19,9 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("tenant", metavar="TENANT", help="name of the client: letters, digits, dots and hyphens")
     add("--requests", type=whole(1, 10**9 - 1), metavar="N",
-        help="most requests at a time, including waiting ones (default: no limit)")  # fmt: skip
+        help="maximum requests at a time, including waiting ones (default: no limit)")  # fmt: skip
     add("--tokens-per-minute", type=whole(1, 10**12 - 1), metavar="N",
-        help="most tokens per minute, of prompts and answers (default: no limit)")  # fmt: skip
+        help="maximum tokens per minute, of prompts and answers (default: no limit)")  # fmt: skip
     add("--keys", type=Path, metavar="FILE",
         help="append the line to this file (default: print the line)")  # fmt: skip
     return parser

@@ -120,7 +120,7 @@ class Chat:
     def _with(self, role: str, content: str) -> Chat:
         if not isinstance(content, str):
             name = f"messages[{len(self.messages)}].content"
-            raise SettingError(name, "a text", _shown(content))
+            raise SettingError(name, "a string", _shown(content))
         return self.add({"role": role, "content": content})
 
 
@@ -163,7 +163,7 @@ def _received(sent: pb.ChatMessage, at: int) -> Message:
     if not sent.json:
         return Message(sent.role, sent.content)
     if sent.role or sent.content:
-        raise SettingError(f"{name}.json", "it unset if role or content is set", "a value")
+        raise SettingError(f"{name}.json", "no value if role or content is set", "a value")
     fields = _without_none(from_json(sent.json, f"{name}.json"))
     text = _check_message(fields, name)
     return Message(fields["role"], text, sent.json)
@@ -174,7 +174,7 @@ def _arguments(sent: pb.ChatInput) -> dict[str, Any]:
         return _fields(sent.template_arguments)
     name = "template_arguments_json"
     if sent.HasField("template_arguments"):
-        raise SettingError(name, "it unset if template_arguments is set", "a value")
+        raise SettingError(name, "no value if template_arguments is set", "a value")
     return from_json(sent.template_arguments_json, name)
 
 
@@ -188,14 +188,14 @@ def _check_message(fields: Mapping[str, Any], name: str) -> str:
     if role not in ROLES:
         raise SettingError(f"{name}.role", f"one of {', '.join(ROLES)}", _shown(role))
     if content is None and len(fields) < 2:
-        raise SettingError(f"{name}.content", "a text or parts of text", "none")
+        raise SettingError(f"{name}.content", "a string or parts of text", "none")
     if isinstance(content, str):
         check_whole(f"{name}.content", content)
     if content is not None and not isinstance(content, str):
         _check_parts(content, f"{name}.content")
     for key in _TEXTS:
         if not isinstance(fields.get(key, ""), str):
-            raise SettingError(f"{name}.{key}", "a text", _shown(fields[key]))
+            raise SettingError(f"{name}.{key}", "a string", _shown(fields[key]))
     calls = fields.get("tool_calls", ())
     if not _is_listed(calls) or not all(isinstance(one, Mapping) for one in calls):
         raise SettingError(f"{name}.tool_calls", "a list of objects", _shown(calls))
@@ -204,7 +204,7 @@ def _check_message(fields: Mapping[str, Any], name: str) -> str:
 
 def _check_parts(parts: object, name: str) -> None:
     if not _is_listed(parts):
-        raise SettingError(name, "a text or a list of parts", _shown(parts))
+        raise SettingError(name, "a string or a list of parts", _shown(parts))
     for at, part in enumerate(parts):
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not (is_text and isinstance(part.get("text"), str)):

@@ -94,7 +94,7 @@ class AnswerSettings:
 class StoppingSettings(AnswerSettings):
     """When an answer ends."""
 
-    max_tokens: int | None = _setting("N", "most tokens to generate")
+    max_tokens: int | None = _setting("N", "maximum tokens to generate")
     stop: str | Sequence[str] = _setting("TEXT", "text that ends the answer (default: none)", ())
     stop_token_ids: Sequence[int] = _setting(
         "ID", "id of a token that ends the answer (default: only the model's)", ()
@@ -135,7 +135,7 @@ class BlockSettings(SamplingSettings):
     """How blocks are denoised."""
 
     algorithm: Algorithm | None = _setting("", "how blocks are denoised")
-    window: int | None = _setting("N", "most blocks that are denoised together (D2F)")
+    window: int | None = _setting("N", "maximum blocks that are denoised together (D2F)")
     confidence_threshold: float | None = _setting(
         "P", "write tokens whose confidence is higher than this"
     )
@@ -149,7 +149,7 @@ class BlockSettings(SamplingSettings):
     remasking: Remasking | None = _setting("", "order in which masks are filled")
     denoising_steps: int | None = _setting("N", "steps for each block (block diffusion)")
     entropy_bound: float | None = _setting(
-        "H", "most entropy that a step writes, in nats (entropy_bounded)"
+        "H", "highest entropy that a step writes, in nats (entropy_bounded)"
     )
     editing_threshold: float | None = _setting(
         "P", "replace written tokens by ones of a higher confidence (block diffusion)"
@@ -242,7 +242,7 @@ def read_prompt(prompt: object) -> str | Chat | tuple[int, ...]:
     messages = prompt if isinstance(prompt, list | tuple) else ()
     if messages and all(isinstance(one, Mapping) for one in messages):
         return Chat.of(messages)
-    return ids_of("prompt", prompt, "a text, a Chat, a list of messages, or a list of token ids")
+    return ids_of("prompt", prompt, "a string, a Chat, a list of messages, or a list of token ids")
 
 
 def ids_of(name: str, given: object, form: str = "a list of token ids") -> tuple[int, ...]:
@@ -383,7 +383,7 @@ def make_tokenize_request(
     if model is not None:
         _check_text("model", model)
     if isinstance(given, tuple):
-        raise TypeError("prompt: expected a text, a Chat or a list of messages, got token ids")
+        raise TypeError("prompt: expected a string, a Chat or a list of messages, got token ids")
     return model_pb2.TokenizeRequest(
         model=model,
         prompt=given if isinstance(given, str) else None,

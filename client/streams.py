@@ -21,8 +21,8 @@ Method: TypeAlias = "grpc.UnaryStreamMultiCallable[pb.GenerateStreamRequest, Eve
 AsyncMethod: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.GenerateStreamRequest, Event]"
 Begin = Callable[[], tuple[grpc.aio.Channel, AsyncMethod, Retries]]
 _CHANGED: Final = (
-    "the stream broke off, and when it was asked for again another answer came; its beginning was "
-    "delivered already, so ask for a whole new one"
+    "the stream broke off, and its retry returned another answer; part of the first was already "
+    "delivered, so send the request again"
 )
 
 

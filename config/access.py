@@ -50,16 +50,17 @@ class Access:
         "file with user:password of Redis (default: the variable EFFUSE_REDIS_CREDENTIALS)",
     ] = None
     sentinel_credentials: Annotated[
-        Path | None, "file with user:password of Redis's Sentinels, if they ask for one"
+        Path | None, "file with user:password of Redis's Sentinels, if they need it"
     ] = None
     redis_ca: Annotated[
-        Path | None, "PEM certificates of the authorities that sign Redis's, for URLs with rediss"
+        Path | None,
+        "PEM certificates of the authorities that sign Redis's certificate, for rediss URLs",
     ] = None
     fleet: Annotated[str, "name of the fleet; several fleets can share a Redis"] = "effuse"
-    drain_s: Annotated[float, "most time for running requests to end at shutdown, in seconds"] = (
-        30.0
-    )
-    max_request_s: Annotated[float, "most time for one request, in seconds"] = 3600.0
+    drain_s: Annotated[
+        float, "longest time for running requests to end at shutdown, in seconds"
+    ] = 30.0
+    max_request_s: Annotated[float, "longest time for one request, in seconds"] = 3600.0
     log_level: Annotated[LogLevel, "lowest level of messages to log"] = "info"
     log_format: Annotated[LogFormat, "log lines as text, or as JSON objects"] = "text"
     otlp_traces_endpoint: Annotated[

@@ -119,14 +119,14 @@ def _words(where: str, flag: argparse.Action, value: object) -> list[str]:
     name = flag.option_strings[0]
     if flag.nargs == 0:
         if not isinstance(value, bool):
-            raise ConfigFileError(f"{where}: expected true or false, found {value!r}")
+            raise ConfigFileError(f"{where}: expected true or false, got {value!r}")
         off = name.replace("--", "--no-", 1)
         if value:
             return [name]
         return [off] if off in flag.option_strings else []
     values = value if isinstance(value, list) else [value]
     if any(isinstance(one, bool) or not isinstance(one, int | float | str) for one in values):
-        raise ConfigFileError(f"{where}: expected a text, a number or a list, found {value!r}")
+        raise ConfigFileError(f"{where}: expected a string, a number or a list, got {value!r}")
     texts = [str(one) for one in values]
     if isinstance(flag, argparse._AppendAction):
         return [f"{name}={text}" for text in texts]

@@ -34,7 +34,7 @@ from effuse.client.params import Params
 FOLLOW_S = 60.0
 """Longest time from a change of the load to that of the number of workers."""
 PHASE_S = 60.0
-TRIALS = 60  # requests from which the router learns how much one worker bears
+TRIALS = 60  # requests from which the router learns how much one worker sustains
 SHARE = 0.52  # of that; scalers plan for 0.8, so twice as much needs another worker
 SHORT = Params(max_tokens=32, ignore_eos=True)  # many a second, so that a change is seen soon
 
@@ -134,7 +134,7 @@ async def load(cluster: Cluster, address: str) -> tuple[list[Phase], list[str]]:
 
 
 def borne_by_one(address: str) -> float:
-    """Requests a second that one worker bears, as the router has measured it."""
+    """Requests a second that one worker sustains, as the router has measured it."""
     with Client(address) as client:
         (plan,) = client.plans()
     if plan.roles.prefill + plan.roles.decode != 1:

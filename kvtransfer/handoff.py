@@ -247,7 +247,7 @@ class Expected:
         self._check_part(part)
         turns = next(iter(self.parts), part).turns
         if part.turn >= part.turns or part.turns != turns:
-            text = f"turn {part.turn} of {part.turns} is sent, expected one of {turns}"
+            text = f"context part {part.turn} of {part.turns} was sent, expected one of {turns}"
             raise HandoffRefused(Cause.COVERAGE, text)
         own = self.reservation.shards[self.layout.rank].part
         pages = self.reservation.pages_of(own, part)
@@ -266,7 +266,7 @@ class Expected:
         ):
             if not sent or sent.start < own.start or sent.stop > own.stop:
                 text = (
-                    f"{name} {sent.start}..{sent.stop} are sent, {own.start}..{own.stop} are here"
+                    f"{name} {sent.start}..{sent.stop} were sent, expected {own.start}..{own.stop}"
                 )
                 raise HandoffRefused(Cause.COVERAGE, text)
         for other in self.parts:

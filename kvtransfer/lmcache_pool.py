@@ -108,7 +108,7 @@ class LMCachePool(UnitStore):
             return _answer(line)[0]
 
         if self._do(ask) != _FOUND:
-            raise ConnectionError("it did not take a unit")
+            raise ConnectionError("it did not store a unit")
         return size
 
     def _asked(self, command: int, key: Key, size: int = 0) -> bytes:

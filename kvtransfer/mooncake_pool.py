@@ -123,7 +123,7 @@ class _Client:
             return msgspec.msgpack.decode(lane.recv_bytes(), type=PoolAnswer)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self.kill()
-            raise ConnectionError(str(error) or "its client has ended") from error
+            raise ConnectionError(str(error) or "its client process has ended") from error
         finally:
             self._lanes.put(lane)
 
@@ -264,7 +264,7 @@ class MooncakePool(UnitStore):
 
     def _call(self, call: PoolCall) -> PoolAnswer:
         if (client := self._client) is None:
-            raise ConnectionError("it has no client")
+            raise ConnectionError("its client process is not running")
         answer = client.call(call)
         expected = len(call.names)
         if len(answer.codes) != expected:

@@ -116,7 +116,7 @@ class _Lane:
                         [names[at]], [places[at]], [num_head]
                     )
                 elif size >= 0:
-                    codes[at], heads[at] = 0, b""  # it is no unit of this size
+                    codes[at], heads[at] = 0, b""  # not a unit of this size
         return PoolAnswer(tuple(codes), tuple(heads))
 
     def _read(

@@ -364,7 +364,7 @@ def _open() -> int:
     try:
         os.close(os.open(_name(file), os.O_WRONLY))
     except OSError as error:
-        LOG.warning("the transport of pages will not be known: %s", error)
+        LOG.warning("metrics will not name the transport of pages: %s", error)
         os.close(file)
         return -1
     return file

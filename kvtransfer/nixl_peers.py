@@ -180,7 +180,7 @@ class NixlPeers:
         try:
             self._remove(peer)
         except HandoffRefused as error:
-            LOG.warning("the memory of %s remains in use: %s", peer.name, error)
+            LOG.warning("NIXL still holds memory for the ended peer %s: %s", peer.name, error)
 
     def _add(self, num_pages: int, shard: Shard) -> NixlPeer:
         address = shard.address

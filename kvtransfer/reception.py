@@ -79,7 +79,7 @@ class Receptions(Half):
         layout, since = self._own.layout, self._now()
         self._expected[transfer_id] = expected = Expected(reservation, writer, layout, since)
         if expected.address in self._shut:
-            why = "its connection was shut off, because another writer on it died"
+            why = "its connection was closed, because another writer on it died"
             self._emit(ArrivalRefused(transfer_id, Cause.PEER, why))
             self.forget(transfer_id)
 
@@ -181,7 +181,9 @@ class Receptions(Half):
             self._check_size(len(ids), groups, pages.part.heads, payload)
             self._transport.place(ids, groups, payload, pages.part.heads)
         elif payload:
-            raise HandoffRefused(Cause.MALFORMED, "written pages also arrived as bytes")
+            raise HandoffRefused(
+                Cause.MALFORMED, "pages arrived both by one-sided write and as bytes"
+            )
         covered[:] = True
         part.digests.begin(pages.first, ids, groups)
 
@@ -204,10 +206,10 @@ class Receptions(Half):
     def _take_manifest(self, expected: Expected, finish: Finish) -> None:
         manifest = finish.manifest
         if finish.seal != seal_of(manifest, finish.elapsed_us):
-            raise HandoffRefused(Cause.SEAL, "the end of the push does not match its seal")
+            raise HandoffRefused(Cause.SEAL, "the end of the push does not match its digest")
         part = expected.parts.get(manifest.part)
         if part is None:
-            raise HandoffRefused(Cause.COVERAGE, "no page of these heads ever arrived")
+            raise HandoffRefused(Cause.COVERAGE, "no page of these heads arrived")
         if part.manifest is not None:
             raise HandoffRefused(Cause.MALFORMED, "a second manifest arrived")
         self._check_fingerprint(manifest.fingerprint)
@@ -252,7 +254,7 @@ class Receptions(Half):
         if one.destination != self._own.incarnation:
             raise HandoffRefused(
                 Cause.INCARNATION,
-                f"it is for incarnation {one.destination}, this is {self._own.incarnation}",
+                f"the push is for incarnation {one.destination}, this is {self._own.incarnation}",
             )
         transfer_id = one.attempt.transfer_id
         expected = self._expected.get(transfer_id)

@@ -183,7 +183,7 @@ class StoreTier:
                 over.append(one.kept)
             elif not one.is_late and now - max(one.began_s, self._written_s) > WRITE_S:
                 one.is_late = True
-                self._fail(f"a write was not over after {WRITE_S:g} s")
+                self._fail(f"a write did not end within {WRITE_S:g} s")
         return over
 
     def _end_write(self, one: Writing) -> None:
@@ -229,7 +229,7 @@ class StoreTier:
                 self._end_search(search)
                 self.searches.remove(search)
             elif self._now() - max(search.began_s, self._answered_s) > FIND_S:
-                self._fail(f"a search was not over after {FIND_S:g} s")
+                self._fail(f"a search did not end within {FIND_S:g} s")
                 self.searches.clear()
                 return
 
@@ -262,7 +262,7 @@ class StoreTier:
         still goes on, `poll` returns its slots later."""
         if not read.result.done():
             self.abandon(read)
-            self._fail(f"a read was not over after {READ_S:g} s")
+            self._fail(f"a read did not end within {READ_S:g} s")
             return None
         now, began_s = self._now(), max(read.began_s, self._read_s)
         self._read_s = self._answered_s = now

@@ -52,7 +52,7 @@ def size_of_boundary(head: bytes, num_bytes: int) -> int:
     kind, or if they do not announce so many bytes of KV."""
     magic, _, _, num_boundary, found = HEAD.unpack(head)
     if magic != _MAGIC or num_boundary > MOST_BOUNDARY:
-        raise ValueError("it is no unit")
+        raise ValueError("not a unit of KV")
     if found != num_bytes:
         raise ValueError(f"expected {num_bytes} bytes of KV, got {found}")
     return int(num_boundary)
@@ -63,11 +63,11 @@ def unpack(raw: bytes, key: Key, num_bytes: int) -> UnitFacts:
     if len(raw) < HEAD.size or len(raw) - HEAD.size != size_of_boundary(
         raw[: HEAD.size], num_bytes
     ):
-        raise ValueError("its head is cut")
+        raise ValueError("its header is incomplete")
     _, seal, digest, _, _ = HEAD.unpack(raw[: HEAD.size])
     facts = UnitFacts(digest, raw[HEAD.size :])
     if facts.seal(key) != seal:
-        raise ValueError("its seal is wrong")
+        raise ValueError("its header's digest is wrong")
     return facts
 
 

@@ -377,7 +377,7 @@ class TieredCache(UnitCache):
             is_right = pages_digest(rows) == kept.digest
             if not is_right:
                 self.tiers.counts.corrupt += 1
-                LOG.warning("a unit of KV came back with wrong bytes, and is computed again")
+                LOG.warning("a unit of KV came back altered, and is computed again")
                 self.tiers.forget(key)
             if kept.is_gone or key in self._units:
                 self._pool.release(unit.pages)

@@ -109,7 +109,7 @@ def _fill(descriptor: int, view: memoryview) -> None:
     at = 0
     while at < view.nbytes:
         if not (count := os.readv(descriptor, [view[at:]])):
-            raise ValueError("the file is shorter than it says")
+            raise ValueError("the file is shorter than its header states")
         at += count
 
 

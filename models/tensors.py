@@ -88,8 +88,8 @@ def shard_of(
     _check(config, size, expert_parallel=expert_parallel)
     if size % context_degree:
         raise ValueError(
-            f"--decode-context-parallel-size {context_degree}: {size} tensor-parallel ranks do not "
-            "divide by it"
+            f"--decode-context-parallel-size {context_degree}: {size} tensor-parallel ranks are "
+            "not a multiple of it"
         )
     group, groups = rank // context_degree, size // context_degree
     if config.num_kv_heads % groups and groups % config.num_kv_heads:
@@ -120,14 +120,12 @@ def replica_of(config: ModelConfig, rank: int, size: int) -> ModelShard:
     """
     name, experts = "--data-parallel-size", config.experts
     if experts is None:
-        raise ValueError(
-            f"{name}: the model has no experts to have in common; start {size} workers instead"
-        )
+        raise ValueError(f"{name}: the model has no experts to share; start {size} workers instead")
     if config.shift_logits:
         raise ValueError(f"{name}: {config.architecture} shifts logits, which replicas do not")
     count = experts.routing.num_experts
     if count % size:
-        raise ValueError(f"{name}: {count} experts do not divide by {size} replicas")
+        raise ValueError(f"{name}: {count} experts are not a multiple of {size} replicas")
     return replace(whole(config), experts=_part(count, rank, size))
 
 
@@ -135,24 +133,28 @@ def _check(config: ModelConfig, size: int, *, expert_parallel: bool) -> None:
     name = "--tensor-parallel-size"
     kv_heads = config.num_kv_heads
     if config.num_heads % size:
-        raise ValueError(f"{name} {size}: {config.num_heads} attention heads do not divide by it")
+        raise ValueError(
+            f"{name} {size}: {config.num_heads} attention heads are not a multiple of it"
+        )
     if kv_heads % size and size % kv_heads:
         raise ValueError(
             f"{name} {size}: expected a divisor or a multiple of the {kv_heads} KV heads"
         )
     has_dense = config.experts is None or config.experts.num_dense_layers > 0
     if has_dense and config.intermediate_size % size:
-        raise ValueError(f"{name} {size}: {config.intermediate_size} MLP columns do not divide")
+        raise ValueError(
+            f"{name} {size}: {config.intermediate_size} MLP columns are not a multiple of it"
+        )
     if config.experts is None:
         if expert_parallel and size > 1:
             raise ValueError("--expert-parallel: the model has no experts")
         return
     count, inner = config.experts.routing.num_experts, config.experts.intermediate_size
     if expert_parallel and count % size:
-        raise ValueError(f"--expert-parallel: {count} experts do not divide by {size} ranks")
+        raise ValueError(f"--expert-parallel: {count} experts are not a multiple of {size} ranks")
     if not expert_parallel and inner % size:
         raise ValueError(
-            f"{name} {size}: an expert's {inner} columns do not divide by it; "
+            f"{name} {size}: an expert's {inner} columns are not a multiple of it; "
             "--expert-parallel spreads whole experts"
         )
 

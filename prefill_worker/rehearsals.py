@@ -197,7 +197,7 @@ class Rehearsals:
                 first = await _next(call, peer.worker_id)
                 reserved = wire.reservation(first.reservation)
                 if reserved.transfer_id != name or len(reserved.pages) > request.most_pages:
-                    raise InvalidRequest.of("reservation", "not the answer to the question")
+                    raise InvalidRequest.of("reservation", "not the answer to this rehearsal")
                 push = PushRehearsal(reservation=reserved, in_groups=in_groups)
                 pushed = await self._push(push, own.incarnation)
                 await _next(call, peer.worker_id)

@@ -16,13 +16,13 @@ This file has the exception types that servicers raise, `to_status` and `from_rp
     ├── Aborted                ABORTED              the attempt was ended before
     ├── Overloaded             RESOURCE_EXHAUSTED   full: try later, or elsewhere; RetryInfo
     ├── Unavailable            UNAVAILABLE          no worker can do it now; RetryInfo
-    │   ├── Starting           UNAVAILABLE          has no engine yet
-    │   ├── Draining           UNAVAILABLE          admits nothing more
+    │   ├── Starting           UNAVAILABLE          the worker has no engine yet
+    │   ├── Draining           UNAVAILABLE          the process admits nothing more
     │   ├── OtherRole          UNAVAILABLE          accepts only the other kind of work now
-    │   ├── EngineLost         UNAVAILABLE          its engine ended while the request ran
+    │   ├── EngineLost         UNAVAILABLE          the worker's engine ended while the request ran
     │   ├── PeerLost           UNAVAILABLE          the other side went away, or never was there
     │   └── TransferFailed     UNAVAILABLE          KV did not arrive, or arrived wrong
-    │       └── Unreserved     UNAVAILABLE          no place for KV was named in time
+    │       └── Unreserved     UNAVAILABLE          no pages were reserved in time
     ├── DeadlineExceeded       DEADLINE_EXCEEDED    the caller's time is over
     ├── Cancelled              CANCELLED            the caller went away
     └── Bug                    INTERNAL             ours; the caller sees a fixed text and an id
@@ -150,7 +150,7 @@ class NotSupported(CallerError):
 
 
 class Unauthenticated(CallerError):
-    """The caller has not proved that it may call; the error has no other facts."""
+    """The caller has not proved that it may call; the error gives no other detail."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
 
@@ -200,7 +200,7 @@ class Unavailable(EffuseError):
 
 
 class Starting(Unavailable):
-    """The worker has no engine yet, or none again."""
+    """The worker has no engine yet, or is replacing one."""
 
 
 class Draining(Unavailable):

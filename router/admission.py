@@ -273,7 +273,7 @@ class Admission:
         if late_s > 0:  # too little is left for it, or for the answers that wait for seats
             for _ in range(need.num_answers):
                 self.end_answer(began, need, is_answered=False)
-            raise self._shed("its turn came too late", left_s, late_s)
+            raise self._shed("the request waited too long", left_s, late_s)
         return began
 
     def end_answer(self, began: float, need: SlotNeed, *, is_answered: bool) -> None:

@@ -134,7 +134,7 @@ class AnswerRun:
                     setbacks.stalled_at = router.seats.stalled_since(request)
                 stalled_s = router.now() - setbacks.stalled_at
                 if stalled_s > router.config.recovery_s:
-                    why = f"no worker could continue it within {stalled_s:.3g} s: "
+                    why = f"no worker could continue the answer within {stalled_s:.3g} s: "
                     raise self._unavailable(why + what_is_missing(fleet.candidates(), need))
             reason = "alone" if need.alone else prospect.value
             # Other routers leave it a seat, if it waits for one.

@@ -44,7 +44,7 @@ class Connections(Access):
         Path | None,
         "file of clients' keys (see effuse token); without it any client may send requests",
     ] = None
-    max_message_bytes: Annotated[int, "most bytes in a message from a client"] = 4 << 20
+    max_message_bytes: Annotated[int, "maximum bytes in a message from a client"] = 4 << 20
 
     connection_age_s: Annotated[
         float, "age at which a connection closes once its calls have ended, in seconds"
@@ -98,12 +98,12 @@ class RouterConfig(Connections):
 
     # Limits.
     max_concurrent_requests: Annotated[
-        int, "most requests on workers at a time, within the decode workers' max-num-seqs"
+        int, "maximum requests on workers at a time, within the decode workers' max-num-seqs"
     ] = 1024
-    max_queue: Annotated[int, "most requests that wait for a worker"] = 1024
-    max_answers: Annotated[int, "most answers to one request (n)"] = 8
+    max_queue: Annotated[int, "maximum requests that wait for a worker"] = 1024
+    max_answers: Annotated[int, "maximum answers to one request (n)"] = 8
     max_losses: Annotated[
-        int, "most workers that a request may lose in a row without a new block"
+        int, "maximum workers that a request may lose in a row without a new block"
     ] = 8
     retry_share: Annotated[
         float,
@@ -127,7 +127,7 @@ class RouterConfig(Connections):
 
     # Time, in seconds.
     recovery_s: Annotated[
-        float, "most time that a request waits for a worker that can continue it"
+        float, "longest time that a request waits for a worker that can continue it"
     ] = 60.0
     keep_answers_s: Annotated[
         float, "time to keep the answer to a request id that a client chose; 0 keeps none"

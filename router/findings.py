@@ -142,7 +142,7 @@ def check_input(
             chat = _check_chat(request.chat, model, findings)
     if request.parse_special_tokens and request.HasField("prompt_token_ids"):
         findings.add(
-            "parse_special_tokens", "it unset with token ids, which are not parsed", "true"
+            "parse_special_tokens", "no value with token ids, which are not parsed", "true"
         )
     return chat
 

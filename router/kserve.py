@@ -159,7 +159,7 @@ def _prompt_of(asked: kserve.ModelInferRequest, findings: Findings) -> str:
     _check_plain("inputs[0]", tensor.parameters, findings)
     raw, contents = asked.raw_input_contents, tensor.contents.bytes_contents
     if raw and contents:
-        findings.add("raw_input_contents", "either these or contents", "both")
+        findings.add("raw_input_contents", "one of raw_input_contents and contents", "both")
         return ""
     elements = [_unpack(raw[0])] if len(raw) == 1 else list(contents)
     if len(raw) > 1 or len(elements) != 1 or elements[0] is None:
@@ -170,7 +170,7 @@ def _prompt_of(asked: kserve.ModelInferRequest, findings: Findings) -> str:
     try:
         return elements[0].decode()
     except UnicodeDecodeError:
-        findings.add("inputs[0]", "UTF-8", "bytes that are none")
+        findings.add("inputs[0]", "UTF-8", "other bytes")
         return ""
 
 

@@ -29,7 +29,7 @@ MODEL = "model_name"
 _BY_CLIENTS: Final = ("CANCELLED", "ABORTED", "INVALID_ARGUMENT", "ALREADY_EXISTS")
 """Statuses of requests that ended before anything could be kept, and by no fault of the fleet."""
 _SECONDS: Final = {
-    "request_queue_time": "From arrival to a place on the fleet",
+    "request_queue_time": "From arrival to placement on workers",
     "time_to_first_block": "From arrival to the first committed block",
     "inter_block_latency": "From one commit of an answer to the next",
     "e2e_request_latency": "From arrival to the end of a request",
@@ -50,13 +50,11 @@ class RouterMetrics(ProcessMetrics):
         )
         self.refused = self.counter("refused", "Requests refused before they began", "status")
         self.http = self.counter("http_responses", "Responses of the HTTP API", "route", "status")
-        self.poison = self.counter(
-            "refused_poison", "Requests refused because engines died under them"
-        )
-        self.repeated = self.counter("answers_repeated", "Requests answered with a kept answer")
+        self.poison = self.counter("refused_poison", "Requests refused because they killed engines")
+        self.repeated = self.counter("answers_repeated", "Requests answered with a stored answer")
         self.tenants = self.counter(
             "tenant_requests",
-            "Requests of tenants, by how they ended",
+            "Requests of tenants, by status",
             "tenant",
             "status",
         )
@@ -67,18 +65,18 @@ class RouterMetrics(ProcessMetrics):
             "prompt_tokens", "Prompt tokens of answered requests", MODEL
         )
         self.known_tokens = self.counter(
-            "prefix_known_tokens", "Prompt tokens that workers should have, by source", "source"
+            "prefix_known_tokens", "Prompt tokens expected in prefix caches, by source", "source"
         )
         self.generation_tokens = self.counter("generation_tokens", "Tokens generated", MODEL)
         self.within = self.counter(
             "requests_within_objectives",
-            "Requests that had an objective, and whether they kept it",
+            "Requests with an objective, and whether they met it",
             *(MODEL, "class", "objective", "met"),
         )
         self.kept_shares = KeptShares()
         self.losses = self.counter("worker_losses", "Attempts lost, by worker", "worker", "reason")
         self.refusals = self.counter(
-            "worker_refusals", "Attempts that were not begun, by worker", "worker", "reason"
+            "worker_refusals", "Attempts refused, by worker", "worker", "reason"
         )
         # Of both, those that were counted last behind the others.
         self._series: OrderedDict[tuple[Counter, str, str], None] = OrderedDict()

@@ -217,7 +217,7 @@ class OpenAiApi:
         endpoint: Endpoint = "chat" if "messages" in body else "completion"
         (asked, *more) = request_of(body, endpoint).requests
         if more or asked.HasField("prompt_token_ids"):
-            raise InvalidRequest.of("prompt", "expected one text, got something else")
+            raise InvalidRequest.of("prompt", "expected one string, got another type")
         token_ids, model = await self._serving.tokenize(asked)
         told = {
             "tokens": token_ids,

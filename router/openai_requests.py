@@ -116,7 +116,7 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
     prompts = _chat(given, findings) if endpoint == "chat" else _prompts(given, findings)
     settings, num_logprobs = _settings(given, endpoint, findings)
     if "request_id" in given and len(prompts) > 1:
-        findings.add("request_id", "it unset with several prompts", "a value")
+        findings.add("request_id", "no value with several prompts", "a value")
     findings.raise_any()
 
     def path(name: str) -> str:
@@ -179,7 +179,7 @@ def _stream_options(given: Json, findings: Findings) -> dict[str, bool]:
         form = f"one of {', '.join(sorted(_STREAM_OPTIONS))}"
         findings.add("stream_options", form, shown(name))
     if options and not given.get("stream"):
-        findings.add("stream_options", "it unset without stream", "a value")
+        findings.add("stream_options", "no value without stream", "a value")
     return options
 
 
@@ -206,7 +206,7 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
 def _prompts(given: Json, findings: Findings) -> list[Prompt]:
     prompt = given.get("prompt")
     if prompt is None and not any(one.field == "prompt" for one in findings.violations):
-        findings.add("prompt", "a text, token ids, or a list of either", "none")
+        findings.add("prompt", "a string, token ids, or a list of either", "none")
     if prompt is None:
         return []
     kinds = {type(one) for one in prompt}
@@ -228,7 +228,7 @@ def _settings(given: Json, endpoint: Endpoint, findings: Findings) -> tuple[Json
     if most:
         settings["max_tokens"] = given[most[0]]
     if len({given[name] for name in most}) > 1:
-        findings.add("max_tokens", "it unset with max_completion_tokens", "another number")
+        findings.add("max_tokens", "no value with max_completion_tokens", "another number")
     if "seed" in given:
         settings["seed"] = given["seed"] % SEEDS
     if "stop" in given:

@@ -140,7 +140,7 @@ class Objectives(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Split(Struct, frozen=True):
-    """Workers by role, and the load that they bear."""
+    """Workers by role, and the load that they sustain."""
 
     prefill: int
     decode: int
@@ -229,7 +229,7 @@ class Planner(Struct, frozen=True, dict=True):
         return kept if kept.best(most, rate).rate >= rate else free
 
     def split(self, prefill: int, decode: int) -> Split:
-        """The most that these workers bear, with the batch and the share that allow it."""
+        """The most that these workers sustain, with the batch and the share that allow it."""
         most, found = -1.0, Split(prefill, decode)
         for batch, answers, most_help, left_s in self._bounds if decode else ():
             prompts = prefill * self._utilisation(left_s, prefill) / self.sent_s if prefill else 0.0
@@ -245,7 +245,7 @@ class Planner(Struct, frozen=True, dict=True):
     def best(self, workers: int, rate: float = 0.0, fixed: tuple[int, int] = (0, 0)) -> Split:
         """The best roles of so many workers, among which so many `fixed` ones always prefill, and
         so many never prefill for others. Of equal rates it takes that with the smallest share,
-        because its gaps are even; without a bound on gaps that without handoffs. It bears `rate`
+        because its gaps are even; without a bound on gaps that without handoffs. It sustains `rate`
         if any does."""
         low, high = fixed[0], max(fixed[0], workers - fixed[1])
         among = {min(max(prefill, low), high) for prefill in self._splits(workers)}
@@ -256,7 +256,7 @@ class Planner(Struct, frozen=True, dict=True):
         return min(equal, key=lambda one: sign * one.prefill)
 
     def least(self, rate: float) -> Split:
-        """The fewest workers that bear this rate; raises ValueError if no number does."""
+        """The fewest workers that sustain this rate; raises ValueError if no number does."""
         high = 1
         while self.best(high, rate).rate < rate:
             high *= 2
@@ -349,7 +349,7 @@ def reasons(planner: Planner, chosen: Split) -> list[str]:
     return [
         *lines,
         _help(kept, chosen),
-        f"{named(chosen)} bear {chosen.rate:.3g} requests a second",
+        f"{named(chosen)} sustain {chosen.rate:.3g} requests a second",
     ]
 
 
@@ -376,7 +376,7 @@ def _lost(wanted: Objectives, kept: Objectives) -> str:
 
 def _help(kept: Planner, chosen: Split) -> str:
     if not chosen.prefill:
-        return "no other roles bear more" if chosen.rate else "no roles keep the objectives"
+        return "no other roles sustain more" if chosen.rate else "no roles keep the objectives"
     if chosen.share >= 0.005:
         return f"decode workers compute {chosen.share:.0%} of the prompts"
     if any(one.batch == chosen.batch and kept._most_help(one) > 0 for one in kept.fitting):

@@ -281,7 +281,7 @@ class SharedPrefixes:
                 self._id, self._last, encode(notes) if notes.groups else b"", MOST_BYTES
             )
         except StoreUnavailable as error:
-            LOG.debug("notes of beginnings are not shared: %s", error)
+            LOG.debug("known prefixes are not shared: %s", error)
             self.num_failures += 1
             self._sent.give_back(notes)
             self._is_cut_off = True

@@ -243,7 +243,7 @@ def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> bool:
 async def _serve_metrics_later(router: Router, stack: contextlib.ExitStack) -> None:
     """The same, once the other router has ended."""
     LOG.info(
-        "port %s serves another router's metrics; this router's follow", router.config.metrics_port
+        "port %s still serves another router's metrics; waiting for it", router.config.metrics_port
     )
     while not _serve_metrics(router, stack):  # noqa: ASYNC110  # no port tells that it is free
         await asyncio.sleep(METRICS_S)
@@ -271,7 +271,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
                     LOG.warning("%s could not be written: %s", path, error)
                 logged = facts
         router.metrics.show_workers(candidates)
-        with _beside_requests("a plan of roles was not made"):
+        with _beside_requests("could not plan roles; trying again"):
             if router.steering.look(candidates, router.admission.waiting_by_model()):
                 router.metrics.plans.show(router.steering.models)
         _tell_health(router, server, live)
@@ -326,7 +326,7 @@ def _beside_requests(failure: str) -> Iterator[None]:
 
 
 async def _steer(driver: RoleDriver) -> None:
-    with _beside_requests("a plan of roles was not carried out"):
+    with _beside_requests("could not carry out the plan of roles; trying again"):
         await driver.step()
 
 

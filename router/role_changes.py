@@ -183,7 +183,7 @@ class RoleDriver:
         if any(one.life in self._under_way for one in records):
             return
         resting = [life for life, (_, until) in self._failed.items() if until > now]
-        bears = f"{named(plan)} bear {plan.rate:.3g} requests a second"
+        bears = f"{named(plan)} sustain {plan.rate:.3g} requests a second"
         why = bears if plan.rate else "no worker writes answers"
         asked = changes(plan, records, resting)
         await asyncio.gather(*(self._change(one, why) for one in asked))

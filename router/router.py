@@ -122,12 +122,12 @@ class Router:
         by_model = self.metrics.read_gauges
         by_model("num_requests_running", "Requests on workers", MODEL, admission.running_by_model)
         by_model("num_requests_waiting", "Requests in the queue", MODEL, admission.waiting_by_model)
-        text = "Requests that have workers reserved for them"
+        text = "Requests that have a worker to themselves"
         gauge("num_requests_alone", text, lambda: fleet.num_alone)
-        text = "Retries that need not wait"
+        text = "Retries allowed without a wait"
         gauge("retry_budget", text, lambda: self.budget.left(self.now()))
         gauge("other_routers", "Other live routers", lambda: self.seats.others.num_alive)
-        text = "Units of prompts that some worker should have"
+        text = "Prompt units expected in prefix caches"
         gauge("prefix_index_units", text, lambda: len(fleet.prompts))
         text = "1 if Redis is full and refuses placements"
         gauge("redis_full", text, lambda: placements.is_full)
@@ -139,9 +139,9 @@ class Router:
         counter("calls_ended_late", text, lambda: cleanup.num_late)
         text = "Placements that were not written"
         counter("placements_dropped", text, lambda: placements.dropped)
-        text = "Prompts of which workers had dropped most of what they should have"
+        text = "Prompts mostly missing from caches expected to have them"
         counter("prefix_claims_refuted", text, lambda: fleet.prompts.num_refuted)
-        text = "Exchanges of known prompts that Redis did not answer"
+        text = "Failed exchanges of known prefixes through Redis"
         counter("prefix_index_failures", text, lambda: self.prefixes.num_failures)
-        text = "Answers that were not kept"
+        text = "Answers that were not stored"
         counter("answers_dropped", text, lambda: placements.dropped_answers)

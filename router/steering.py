@@ -1,9 +1,9 @@
 """The plans of a router: they follow the load, and do not oscillate.
 
-Two plans for each model. *Roles* is the best split of the workers that are there. *Desired* is the
-fewest workers that bear the load with room, for a scaler. A plan changes only if the other one is
-better by `GAIN` for a while; so noise in a steady load changes nothing. Pure: no I/O; `now` is a
-monotonic clock in seconds.
+Two plans for each model. *Roles* is the best split of the present workers. *Desired* is the fewest
+workers that sustain the load with room, for a scaler. A plan changes only if another is better by
+`GAIN` for a while; so noise in a steady load changes nothing. Pure: no I/O; `now` is a monotonic
+clock in seconds.
 """
 
 import math
@@ -40,9 +40,9 @@ FULL: Final = 0.95
 FULL_GAIN: Final = 0.05
 FULL_AFTER_S: Final = 120.0
 """The share of its rate at which a fleet is full, and by how much and how long a plan has to be
-better then. Requests that other roles would bear are late, so less is enough."""
+better then. Requests that other roles would sustain are late, so less is enough."""
 BUSY: Final = 0.6
-"""Share of the load that present roles bear, below which they stay: other ones would gain nothing.
+"""Share of the load that present roles sustain, below which they stay: others would gain nothing.
 """
 LEAST_RATE: Final = 1e-6
 """Requests a second for which a fleet without load is planned."""
@@ -137,7 +137,7 @@ class ModelPlan:
         wanted = self.desired.plan
         return [
             *reasons(self.planner, self.roles.plan),
-            f"the load needs {named(wanted)}, which bear {wanted.rate:.3g} requests a second",
+            f"the load needs {named(wanted)}, which sustain {wanted.rate:.3g} requests a second",
             *self.notes,
         ]
 
@@ -146,7 +146,7 @@ def _carried_over(
     planner: Planner, plan: Split, present: tuple[int, int], fixed: tuple[int, int]
 ) -> Split:
     """The plan once workers have come or gone: the present roles, or those of the same ratio if
-    these bear clearly more. So a host that ends or is back takes no new decision."""
+    these sustain clearly more. So a host that ends or is back takes no new decision."""
     total = sum(present)
     prefill = round(plan.prefill * total / max(1, plan.workers))
     prefill = max(fixed[0], min(prefill, total - max(fixed[1], 1)))

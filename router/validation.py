@@ -173,7 +173,7 @@ def _check_objectives(
         return RequestClass(), own
     name, form = request.request_class, f"one of {', '.join(classes)}"
     if name not in classes:
-        none = "it unset, because this router has no classes (--request-class)"
+        none = "no value, because this router has no classes (--request-class)"
         findings.add("request_class", form if classes else none, shown(name))
     return classes.get(name, RequestClass()), own
 
@@ -261,15 +261,15 @@ def _check_decoding(decoding: pb.DecodingParams, model: ModelInfo, findings: Fin
             findings.number(name, value, bounds)
         # A knob without effect is a mistake that would pass in silence.
         if knob.name != "algorithm" and knob.name not in traits.settings:
-            findings.add(name, f"it unset with {algorithm}, which does not use it", "a value")
+            findings.add(name, f"no value with {algorithm}, which does not use it", "a value")
     asked = _BY_NUMBER["remasking"].get(decoding.remasking)
     if traits.orders and asked and asked not in traits.orders:
         form = f"one of {', '.join(traits.orders)} with {algorithm}"
         findings.add("decoding.remasking", form, asked)
     if decoding.factor and model.architecture in ("dream", "fast_dllm_v2"):
-        findings.add("decoding.factor", "it unset with a model that shifts its logits", "a value")
+        findings.add("decoding.factor", "no value with a model that shifts its logits", "a value")
     if decoding.factor and decoding.HasField("confidence_threshold"):
-        findings.add("decoding.confidence_threshold", "it unset with a factor", "a value")
+        findings.add("decoding.confidence_threshold", "no value with a factor", "a value")
     return algorithm
 
 
@@ -285,7 +285,7 @@ def _check_algorithm(
     if algorithm == "llada" or (algorithm == "fast_dllm" and model.architecture != "dream"):
         for name in ("top_p", "top_k", "min_p"):
             if sampling.HasField(name):
-                form = f"it unset with {algorithm}, which does not use it"
+                form = f"no value with {algorithm}, which does not use it"
                 findings.add(f"sampling.{name}", form, "a value")
     if algorithm == "fast_dllm_v2" and model.architecture != "fast_dllm_v2":
         form = f"{_by_blocks(model)} for a model that was not tuned for it"

@@ -162,7 +162,7 @@ def _check(asked: engine.GenerateRequest) -> None:
     given += ["extra_mm_inputs"] if asked.extra_mm_inputs else []
     given += ["data_parallel_rank"] if asked.data_parallel_rank else []
     for name in given:
-        findings.add(name, "it unset, because effuse does not support it", "a value")
+        findings.add(name, "no value, because effuse does not support it", "a value")
     findings.raise_any()
 
 

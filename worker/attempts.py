@@ -290,7 +290,7 @@ class Quarantines:
             self._held.remove(held)
             if writer.address in self._told and not self._of(writer.address):
                 self._told.remove(writer.address)
-                LOG.warning("no page waits for %s any more", writer.address)
+                LOG.warning("all pages that %s held are free again", writer.address)
 
     def check(self, writer: pb.WorkerRef) -> None:
         """Raises `TransferFailed` for a writer that has held pages for too long."""
@@ -298,7 +298,7 @@ class Quarantines:
         if ages and max(ages) >= SILENT_S:
             raise TransferFailed(
                 f"the prefill worker at {writer.address} has not released pages here for "
-                f"{max(ages):.0f} s and gets no more of them",
+                f"{max(ages):.0f} s, so it gets no more pages",
                 retry_after_s=_WRITER_RETRY_S,
             )
 

@@ -72,7 +72,7 @@ class WorkerConfig(EngineSettings):
     ] = None
 
     # Time, in seconds.
-    startup_timeout_s: Annotated[float, "most time for loading weights and warming up"] = 300.0
+    startup_timeout_s: Annotated[float, "longest time for loading weights and warming up"] = 300.0
     hang_timeout_s: Annotated[
         float,
         "replace an engine that makes no progress for this long, or for ten of its steps if that "
@@ -178,12 +178,12 @@ class PrefillConfig(WorkerConfig):
 
     prefill_context_parallel_size: Annotated[
         int,
-        "devices, for each of those of tensor-parallel-size, that compute equal parts of each "
-        "prompt and hold its KV together",
+        "devices per tensor-parallel rank, each of which computes and holds an equal part of "
+        "every prompt",
     ] = 1
-    reservation_s: Annotated[float, "most time that a computed prompt waits for a reservation"] = (
-        60.0
-    )
+    reservation_s: Annotated[
+        float, "longest time that a computed prompt waits for a reservation"
+    ] = 60.0
     min_handoff_gbps: Annotated[
         float,
         "refuse links to decode workers slower than this, in 10^9 bytes a second, once several "
@@ -206,7 +206,7 @@ class PrefillConfig(WorkerConfig):
             return
         name = f"--prefill-context-parallel-size {degree}"
         self.expect_devices(name, degree)
-        why = "the other attends to no keys of other devices"
+        why = "others attend to no keys of other devices"
         self.expect_beside(name, {"attention": "triton", "kv_layout": "unified"}, why)
         none = {"batch_invariant": False, "kv_offloading_dir": None, "kv_pool": None}
         self.expect_beside(name, none)
@@ -225,25 +225,27 @@ class DecodeConfig(WorkerConfig):
     """Settings of a decode worker. Raises ValueError that names the accepted form."""
 
     default_algorithm: Annotated[
-        Algorithm | None, "algorithm of requests that name none (default: the model's)"
+        Algorithm | None, "algorithm for requests that name none (default: the model's)"
     ] = None
     handoff_lease_s: Annotated[
         float,
-        "most time to push a computed prompt, and longest silence of its writer before",
+        "longest time to push a computed prompt, and longest silence of its writer before the push",
     ] = 60.0
     data_parallel_size: Annotated[
-        int, "devices with requests and KV of their own, and each layer's experts in common"
+        int, "replicas, each a device with its own requests and KV, that share experts"
     ] = 1
     decode_context_parallel_size: Annotated[
         int,
-        "devices, of those of tensor-parallel-size, that hold the same KV heads, each for other "
+        "devices within tensor-parallel-size that hold the same KV heads, each for different "
         "tokens of every request",
     ] = 1
     cp_kv_cache_interleave_size: Annotated[
-        int | None, "tokens that lie on one of these devices one after another (default: page-size)"
+        int | None, "consecutive tokens that lie on one of these devices (default: page-size)"
     ] = None
-    max_window: Annotated[int, "most blocks in flight for one request"] = 8
-    max_stop_ids: Annotated[int, "most stop ids of a request, including end-of-sequence ids"] = 16
+    max_window: Annotated[int, "maximum blocks in flight for one request"] = 8
+    max_stop_ids: Annotated[int, "maximum stop ids of a request, including end-of-sequence ids"] = (
+        16
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,7 +278,7 @@ class DecodeConfig(WorkerConfig):
         name = f"{name} {degree}"
         why = "flex returns no log-sum-exp, by which devices merge their results"
         self.expect_beside(name, {"attention": "triton"}, why)
-        why = "a result rounds by how many of its keys are cached"
+        why = "the number of cached keys changes a result's rounding"
         self.expect_beside(name, {"batch_invariant": False}, why)
         self.expect_beside(name, {"kv_offloading_dir": None, "kv_pool": None})
 
@@ -293,7 +295,7 @@ class DecodeConfig(WorkerConfig):
 class BothConfig(PrefillConfig, DecodeConfig):
     """Settings of a worker whose role may change. Raises ValueError that names what is accepted."""
 
-    role: Annotated[Role, "what it does at first; SetRole changes it at any time"] = "both"
+    role: Annotated[Role, "role at the start; SetRole changes it at any time"] = "both"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,15 +50,12 @@ class ModelSettings(Access):
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
-        "stages of layers, each with the devices of tensor-parallel-size; requests are in as many "
-        "forwards at a time",
+        "pipeline stages, each of tensor-parallel-size devices; as many forwards run at a time",
     ] = 1
     expert_parallel: Annotated[
-        bool, "spread whole experts over the devices; without it each expert is cut"
+        bool, "spread whole experts over the devices; without it each expert is split"
     ] = False
-    nnodes: Annotated[
-        int, "hosts over which the worker's devices are spread, with the same command on each"
-    ] = 1
+    nnodes: Annotated[int, "hosts of the worker's devices; start the same command on each"] = 1
     node_rank: Annotated[int, "number of this host, from 0; clients and routers reach host 0"] = 0
     master_addr: Annotated[
         str | None, "name or address of host 0, at which the other hosts reach it"
@@ -81,7 +78,7 @@ class EngineSettings(ModelSettings):
         int | None, "pages in the pool (default: as many as gpu-memory-utilization allows)"
     ] = None
     gpu_memory_utilization: Annotated[float, "share of device memory to use, in (0, 1]"] = 0.9
-    kv_layout: Annotated[KVLayoutKind, "order of KV memory in a page"] = "unified"
+    kv_layout: Annotated[KVLayoutKind, "memory order of KV within a page"] = "unified"
     enable_prefix_caching: Annotated[
         bool, "keep the KV of ended requests for later ones that begin with the same tokens"
     ] = True
@@ -91,12 +88,12 @@ class EngineSettings(ModelSettings):
         "that fill whole pages and blocks)",
     ] = None
     kv_offloading_size: Annotated[
-        float, "GiB of host memory, of all devices together, for kept KV without room in the pool"
+        float, "GiB of host memory, for all devices together, for kept KV without room in the pool"
     ] = 0.0
     kv_offloading_dir: Annotated[
-        Path | None, "directory for kept KV that has no room in host memory either"
+        Path | None, "directory for kept KV without room in host memory"
     ] = None
-    kv_offloading_dir_size: Annotated[float, "most GiB of files in that directory"] = 64.0
+    kv_offloading_dir_size: Annotated[float, "maximum GiB of files in that directory"] = 64.0
     kv_pool: Annotated[
         str | None,
         "keep KV also in this store, for all workers with the same model and layout: "
@@ -105,10 +102,10 @@ class EngineSettings(ModelSettings):
 
     # Batching.
     block_size: Annotated[int | None, "tokens in a diffusion block (default: the model's)"] = None
-    max_num_batched_tokens: Annotated[int, "most tokens in one forward"] = 2048
-    max_num_seqs: Annotated[int, "most requests in one forward"] = 64
+    max_num_batched_tokens: Annotated[int, "maximum tokens in one forward"] = 2048
+    max_num_seqs: Annotated[int, "maximum requests in one forward"] = 64
     max_model_len: Annotated[
-        int | None, "most tokens of prompt and answer (default: the model's)"
+        int | None, "maximum tokens of prompt and answer (default: the model's)"
     ] = None
 
     def __post_init__(self) -> None:

@@ -296,7 +296,8 @@ class Front:
             LOG.warning("ending %d requests that are still running", len(attempts))
             attempts.fail_all(
                 Draining(
-                    "this worker drains, and the request did not end in time", retry_after_s=0.1
+                    "this worker is draining, and the request did not end in time",
+                    retry_after_s=0.1,
                 )
             )
             with contextlib.suppress(TimeoutError):

@@ -94,7 +94,7 @@ class LeaderLink(AsyncSocket):
             message: ToNode = TO_NODE.decode(received)
             return message
         except msgspec.DecodeError as error:
-            LOG.warning("a message that no leader sends came: %s", error)
+            LOG.warning("ignored an invalid message from the leader: %s", error)
             return None
 
 
@@ -131,7 +131,7 @@ class NodeAgent:
                 try:
                     await self._start(welcome)
                     why = await self._follow(link, welcome.incarnation)
-                    LOG.info("incarnation %s is over: %s", welcome.incarnation, why)
+                    LOG.info("incarnation %s has ended: %s", welcome.incarnation, why)
                 finally:
                     await self._end_ranks()
                     self._on_ready("")
@@ -152,7 +152,7 @@ class NodeAgent:
                 case JoinRefused(message=message, final=True):
                     raise NodeRefused(message)
                 case JoinRefused(message=message) if message != self._logged:
-                    LOG.warning("not yet: %s", message)
+                    LOG.warning("cannot join the leader yet: %s", message)
                     self._logged = message
                 case _:
                     pass
@@ -210,7 +210,7 @@ class NodeAgent:
             if self._stop.is_set() and leaves_at == float("inf"):
                 leaves_at = now + self._leave()
             if now > leaves_at:
-                return "this process ends"
+                return "this node is stopping"
             self._report(link, incarnation, now)
             if now - beat_at >= BEAT_S:
                 link.post(NodeBeat(incarnation))
@@ -232,7 +232,7 @@ class NodeAgent:
         """How long the leader may still finish its requests, in seconds."""
         most_s = self._config.longest_end_s
         LOG.info(
-            "ends once the leader has ended, or after %g s; a second signal ends it now", most_s
+            "this node ends with its leader, or after %g s; a second signal ends it now", most_s
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, sys.exit, 0)
@@ -246,7 +246,7 @@ class NodeAgent:
                     rank.process.kill()
         exits = [one.exited for one in self._ranks.values()]
         if exits and (await asyncio.wait(exits, timeout=_KILL_S))[1]:
-            raise OSError("the process of a rank does not die")
+            raise OSError("a rank's process survives SIGKILL")
         self._ranks.clear()
 
 

@@ -231,7 +231,7 @@ class Nodes:
             if event is not None:
                 events.append(event)
             if isinstance(answer, JoinRefused):
-                LOG.warning("a host was refused: %s", answer.message)
+                LOG.warning("refused a host: %s", answer.message)
             elif len(self.roll.missing) < is_new:
                 LOG.info("a host has joined; still missing: %s", self.roll.missing or "none")
         if now - self._beat_at >= BEAT_S:
@@ -261,7 +261,7 @@ class Nodes:
             try:
                 yield sender, FROM_NODE.decode(b"".join(frames))
             except msgspec.DecodeError as error:
-                LOG.warning("a message that no node sends came: %s", error)
+                LOG.warning("ignored an invalid message from a node: %s", error)
 
     def _send(self, sender: bytes, message: ToNode) -> None:
         with contextlib.suppress(zmq.Again):  # it is gone

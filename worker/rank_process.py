@@ -358,7 +358,7 @@ def _check_weights(config: WorkerConfig, agreed: Fingerprint, rank: int) -> None
     found = weights_digest(config.directory, config.adapter)
     if found != expected:
         raise ValueError(
-            f"rank {rank}: its host has other weights: the digest is {expected} on node 0 and "
+            f"rank {rank}: its host has different weights: the digest is {expected} on node 0 and "
             f"{found} on node {config.node_rank}"
         )
 

@@ -189,7 +189,7 @@ class Ranks:
         commands. Raises GroupBroken.
         """
         count = self._digests.count if count is None else count
-        text = f"a rank has read no command for {_CONFIRM_S:g} s"
+        text = f"a rank has not read its commands for {_CONFIRM_S:g} s"
         self._await(lambda: self._num_taken() >= count, _CONFIRM_S, text)
 
     def await_rows(self, number: int, on_sign: Callable[[], None]) -> None:
@@ -365,7 +365,7 @@ class Ranks:
             for done in [at for at in self._sent if at < self._num_taken()]:
                 del self._sent[done]
         else:
-            self._break(f"rank {rank} has read another command {count} than was sent", "died")
+            self._break(f"rank {rank} did not read command {count} as it was sent", "died")
 
     def _end(self, rank: int, status: int) -> None:
         with self._changed:

@@ -55,25 +55,25 @@ class WorkerReadings:
 
 
 _COUNTED: Final = (
-    ("num_preemptions", "Requests that lost their pages to older ones", "preemptions"),
+    ("num_preemptions", "Requests preempted for older ones", "preemptions"),
     ("prefix_cache_queries", "Tokens that were looked up in the prefix cache", "prefix_queries"),
-    ("prefix_cache_hits", "Tokens whose KV the prefix cache had", "prefix_hits"),
-    ("prefix_cache_evictions", "Units of the prefix cache that made room", "prefix_evictions"),
+    ("prefix_cache_hits", "Tokens found in the prefix cache", "prefix_hits"),
+    ("prefix_cache_evictions", "Units evicted from the prefix cache", "prefix_evictions"),
     ("kv_offload_saved_bytes", "KV bytes copied from pages to host memory", "offload_saved"),
     ("kv_offload_loaded_bytes", "KV bytes copied from host memory to pages", "offload_loaded"),
     ("kv_offload_filed_bytes", "KV bytes written to files", "offload_file_kept"),
     ("kv_offload_read_bytes", "KV bytes read from files", "offload_file_read"),
     ("kv_offload_corrupt", "Units that came back with a wrong digest", "offload_corrupt"),
-    ("kv_offload_file_failures", "Errors and late answers of files", "offload_file_failures"),
+    ("kv_offload_file_failures", "Errors and timeouts of files", "offload_file_failures"),
     ("kv_pool_kept_bytes", "KV bytes written to the shared pool", "offload_pool_kept"),
     ("kv_pool_read_bytes", "KV bytes read from the shared pool", "offload_pool_read"),
-    ("kv_pool_failures", "Errors and late answers of the shared pool", "offload_pool_failures"),
+    ("kv_pool_failures", "Errors and timeouts of the shared pool", "offload_pool_failures"),
     ("kv_held_bytes", "KV bytes not received, because the prefix cache had them", "kv_bytes_held"),
     ("prompts_shared", "Prompts whose KV came from another attempt", "prompts_shared"),
     ("own_prompt_tokens", "Prompt tokens that a decode worker computed", "prompt_tokens"),
     (
         "own_prompts_overdue",
-        "Forwards of such prompts that answers had left no room for",
+        "Forwards with overdue prompt pieces, despite no room beside answers",
         "prompts_overdue",
     ),
     ("engine_steps", "Forwards", "steps"),
@@ -81,7 +81,7 @@ _COUNTED: Final = (
     ("engine_step_tokens", "Sum of the rows of each forward", "step_tokens"),
     (
         "engine_steps_sharing",
-        "Forwards in which requests read a common beginning together",
+        "Forwards in which requests read a common prefix together",
         "steps_sharing",
     ),
 )
@@ -97,7 +97,7 @@ class WorkerMetrics(ProcessMetrics):
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of attempts begun here")
         self.generation_tokens = self.counter("generation_tokens", "Tokens written")
         self.succeeded = self.counter(
-            "request_success", "Attempts that ended well, by outcome", "finished_reason"
+            "request_success", "Attempts that succeeded, by outcome", "finished_reason"
         )
         self.failed = self.counter(
             "request_failure", "Attempts that failed, by the engine's reason", "reason"
@@ -166,23 +166,23 @@ class WorkerMetrics(ProcessMetrics):
         pages = (([state], count) for state, count in load.pages_by_state().items())
         yield gauges("kv_pages", "KV pages by state", ["state"], pages)
         rates = (([one.peer, one.transport], one.bytes_per_second) for one in now.links)
-        text = "Rates of links to decode workers, as measured"
+        text = "Measured rates of links to decode workers"
         yield gauges("kv_link_bytes_per_second", text, ["peer", "transport"], rates)
         held = (([one.writer], one.pages) for one in now.quarantines)
-        text = "Pages that a prefill worker has not released"
+        text = "Pages in quarantine until a prefill worker releases them"
         yield gauges("kv_quarantine_pages", text, ["writer"], held)
         ages = (([one.writer], one.age_s) for one in now.quarantines)
-        text = "Time that the oldest of these pages have waited"
+        text = "Age of the oldest page in quarantine"
         yield gauges("kv_quarantine_age_seconds", text, ["writer"], ages)
 
 
 def _waste(waste: Waste) -> Iterator[Metric]:
     """Pages without tokens, and beside them the buffers of a server without pages."""
     shares = (([kind], getattr(waste, kind)) for kind in ("reserved", "internal", "external"))
-    text = "Share of the pool that has room for tokens and none in it, by cause"
+    text = "Share of the pool that is allocated but empty, by cause"
     yield gauges("kv_waste_ratio", text, ["cause"], shares)
     shares = (([kind], getattr(waste, kind)) for kind in ("paged", "contiguous"))
-    text = "Share of the memory of requests without tokens, in pages or in buffers of most tokens"
+    text = "Empty share of requests' KV memory, in pages or in buffers of max-model-len tokens"
     yield gauges("kv_unused_ratio", text, ["allocation"], shares)
 
 
@@ -318,7 +318,7 @@ class Shell:
             except TimeoutError:
                 LOG.warning("the engine has not released %s yet", attempt.id)
             except EffuseError as error:  # its caller already has the error
-                LOG.debug("while ending %s: %s", attempt.id, error)
+                LOG.debug("an error while ending %s: %s", attempt.id, error)
             else:
                 if isinstance(event, AbortDone):
                     return

@@ -165,7 +165,7 @@ class EngineClient:
         self._socket.close()
         shutil.rmtree(self.home, ignore_errors=True)
         if not self._exited.done():
-            raise EngineGone(f"engine process {self.pid} does not die", permanent=True)
+            raise EngineGone(f"engine process {self.pid} survives SIGKILL", permanent=True)
 
 
 class AsyncSocket:

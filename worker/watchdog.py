@@ -211,13 +211,13 @@ def verdict(
     silent_s, idle_s = now - progress.beat_at, now - progress.moved_at
     if is_stopped and silent_s > limits.stopped_s:
         why = "because a signal stopped its process"
-        return f"its loop has not turned for {silent_s:.1f} s, {why}"
+        return f"its loop has not run for {silent_s:.1f} s, {why}"
     if not progress.is_ready and now - progress.began_at > limits.startup_s:
         return f"it was not ready after {limits.startup_s:g} s; its last phase was {progress.phase}"
     limit_s = limits.silence_s(progress)
     if silent_s > limit_s:
         if progress.phase == "serving":
-            return f"its loop has not turned for {silent_s:.1f} s"
+            return f"its loop has not run for {silent_s:.1f} s"
         return f"it has been {progress.phase} for {silent_s:.1f} s"
     if progress.runnable and idle_s > limit_s:
         return (

@@ -235,15 +235,19 @@ def wrong_requests(at: Facts) -> dict[str, Wrong]:
         "steps with d2f": (
             decoding(denoising_steps=2),
             "decoding.denoising_steps",
-            "unset with d2f",
+            "no value with d2f",
         ),
-        "remasking with d2f": (decoding(algorithm=1, remasking=1), "decoding.remasking", "unset"),
+        "remasking with d2f": (
+            decoding(algorithm=1, remasking=1),
+            "decoding.remasking",
+            "no value",
+        ),
         "window with block diffusion": (
             decoding(algorithm=2, window=2),
             "decoding.window",
-            "unset with block_diffusion",
+            "no value with block_diffusion",
         ),
-        "length with d2f": (decoding(block_length=8), "decoding.block_length", "unset with d2f"),
+        "length with d2f": (decoding(block_length=8), "decoding.block_length", "no value with d2f"),
         "an order of another algorithm": (
             decoding(algorithm=2, remasking=6),
             "decoding.remasking",
@@ -262,7 +266,7 @@ def wrong_requests(at: Facts) -> dict[str, Wrong]:
         "editing with d2f": (
             decoding(editing_threshold=0.5),
             "decoding.editing_threshold",
-            "unset with d2f",
+            "no value with d2f",
         ),
         "an algorithm of other models": (
             decoding(algorithm=6),
@@ -289,7 +293,7 @@ def wrong_requests(at: Facts) -> dict[str, Wrong]:
         "canvas knob with d2f": (
             decoding(logits_eos_inf=False),
             "decoding.logits_eos_inf",
-            "unset with d2f",
+            "no value with d2f",
         ),
         "ids parsed": (
             lambda r: r.MergeFrom(

@@ -40,8 +40,8 @@ def test_a_plan_of_measured_times_and_a_given_load(
         "within 80 ms",
         "  decode workers compute no prompts, because 50 ms in one forward would lengthen gaps too "
         "much",
-        "  3 prefill and 3 decode workers bear 60 requests a second",
-        "  the load needs 2 prefill and 2 decode workers, which bear 40 requests a second",
+        "  3 prefill and 3 decode workers sustain 60 requests a second",
+        "  the load needs 2 prefill and 2 decode workers, which sustain 40 requests a second",
     ]
 
 

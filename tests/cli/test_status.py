@@ -57,7 +57,7 @@ def test_a_worker_of_several_devices_shows_how_many() -> None:
     worker.ranks = 2
     assert "decode on 2 devices" in as_text([worker])
     worker.ranks, worker.context_ranks = 4, 2
-    assert "decode on 4 devices, context cut over 2" in as_text([worker])
+    assert "decode on 4 devices, context split over 2" in as_text([worker])
     worker.ranks, worker.context_ranks, worker.stages = 4, 1, 2
     assert "decode on 4 devices in 2 stages" in as_text([worker])
     worker.ranks = worker.stages = 1

@@ -39,8 +39,8 @@ def test_a_chat_of_messages_as_others_write_them() -> None:
     [
         ({"role": "root"}, r"^messages\[0\].role: expected one of system, .*, got 'root'"),
         ({"role": None}, r"role: .* got None"),
-        ({"content": None}, r"messages\[0\].content: expected a text or parts of text, got none"),
-        ({"content": 5}, r"content: expected a text or a list of parts, got 5"),
+        ({"content": None}, r"messages\[0\].content: expected a string or parts of text, got none"),
+        ({"content": 5}, r"content: expected a string or a list of parts, got 5"),
         (
             {"content": [{"type": "image_url", "image_url": {}}]},
             r"content\[0\]: expected a part of t",
@@ -49,7 +49,7 @@ def test_a_chat_of_messages_as_others_write_them() -> None:
         ({"content": ["hi"]}, r"content\[0\]: expected a part of text"),
         ({"tool_calls": {"id": 1}}, r"tool_calls: expected a list of objects"),
         ({"tool_calls": ["add"]}, r"tool_calls: expected a list of objects"),
-        ({"name": 5}, r"name: expected a text, got 5"),
+        ({"name": 5}, r"name: expected a string, got 5"),
         ({"more": {1, 2}}, r"^messages\[0\]: expected values that JSON can express"),
         ({"more": float("nan")}, r"^messages\[0\]: expected values that JSON can express"),
         ({"more": "\ud800"}, r"^messages\[0\]: expected values that JSON can express"),

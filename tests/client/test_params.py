@@ -47,7 +47,7 @@ def test_a_name_that_is_unknown_is_refused_here() -> None:
 def test_a_text_is_never_taken_for_a_list() -> None:
     assert make_request("x", effuse.Params(stop="end")).stopping.stop == ["end"]
     for raw in (b"hello", bytearray(b"hello")):
-        with pytest.raises(TypeError, match=r"^prompt: expected a text, .* token ids, got b"):
+        with pytest.raises(TypeError, match=r"^prompt: expected a string, .* token ids, got b"):
             make_request(raw, effuse.Params())
 
 
@@ -60,7 +60,7 @@ def test_a_text_is_never_taken_for_a_list() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_prompt_is_refused_in_one_line(wrong: Any, got: str) -> None:
-    form = "a text, a Chat, a list of messages, or a list of token ids"
+    form = "a string, a Chat, a list of messages, or a list of token ids"
     for make in (
         lambda: make_request(wrong, effuse.Params()),
         lambda: make_tokenize_request(wrong, None, False),
@@ -74,7 +74,7 @@ def test_a_list_of_messages_is_a_chat() -> None:
     chat = effuse.Chat().user("hi")
     assert make_request(said, effuse.Params()).chat == chat.to_input()
     assert make_tokenize_request(said, None, False).chat == chat.to_input()
-    with pytest.raises(ValueError, match=r"^messages\[0\]\.content: expected a text"):
+    with pytest.raises(ValueError, match=r"^messages\[0\]\.content: expected a string"):
         make_request([{"role": "user"}], effuse.Params())
     with pytest.raises(TypeError, match="a list of messages, got token ids"):
         make_tokenize_request([1, 2], None, False)  # type: ignore[list-item]

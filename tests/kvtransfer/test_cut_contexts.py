@@ -156,8 +156,8 @@ def test_each_page_is_moved_by_one_rank() -> None:
 @pytest.mark.parametrize(
     ("heads", "turn", "told"),
     [
-        ((0, 4), (2, 2), "turn 2 of 2 is sent"),
-        ((0, 4), (1, 3), "turn 1 of 3 is sent, expected one of 2"),
+        ((0, 4), (2, 2), "context part 2 of 2 was sent"),
+        ((0, 4), (1, 3), "context part 1 of 3 was sent, expected one of 2"),
         ((2, 4), (0, 2), "heads 2..4 overlap 0..4"),
     ],
 )

@@ -211,7 +211,7 @@ def test_a_start_that_fails_is_an_error(
         if fault == "setup stands still":
             monkeypatch.setattr(mooncake_pool, "_ANSWER_S", 1.0)
     reason = {
-        "ends": r"client has ended",
+        "ends": r"client process has ended",
         "setup stands still": r"no answer within 1 s",
         "no master": r"refused",
         "no package": r"libibverbs.so.1: missing",
@@ -234,7 +234,7 @@ def test_an_answer_without_all_units_is_an_error_of_each(home: Path, user: PoolU
 @pytest.mark.parametrize("fault", ["ends", "raises"])
 def test_a_client_that_ends_is_an_error(home: Path, user: PoolUser, fault: str) -> None:
     (home / fault).touch()
-    with pytest.raises(ConnectionError, match=r"client has ended"):
+    with pytest.raises(ConnectionError, match=r"client process has ended"):
         user.count(KEYS[0])
 
 

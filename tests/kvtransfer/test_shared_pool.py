@@ -147,7 +147,7 @@ def test_a_pool_that_fails_costs_one_request_a_second_and_one_line(
         before = list(shared.calls)
         assert scene.run(TEXTS[1], TEXTS[1], TEXTS[2]) == [0, 24, 0]
         assert shared.calls == before  # nobody asks it
-    reason = "it is dead" if fault == "dead" else "a search was not over after 0.5 s"
+    reason = "it is dead" if fault == "dead" else "a search did not end within 0.5 s"
     (record,) = caplog.records
     assert record.getMessage() == f"KV in the shared pool is not used for 30 s: {reason}"
     assert scene.counts.failures == 1
@@ -253,7 +253,7 @@ def test_a_stuck_read_gives_its_slots_back(caplog: pytest.LogCaptureFixture) -> 
     scene.poll()
     scene.admit()
     assert one in scene.running and one.units.num_found == 0
-    assert "a read was not over after 1 s" in caplog.text
+    assert "a read did not end within 1 s" in caplog.text
     assert scene.tiers.figures()["pages"] == 12
     for future in scene.shared.stuck:
         future.set_exception(ConnectionError("no answer"))

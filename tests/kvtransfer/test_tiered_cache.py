@@ -213,7 +213,7 @@ def test_files_that_do_not_answer_cost_a_second_and_one_line(
         scene.empty_pool()
         assert scene.run(late, late) != [0, 0]  # of host memory, where it has come meanwhile
     assert [record.getMessage() for record in caplog.records] == [
-        "KV in files is not used for 30 s: a read was not over after 1 s"
+        "KV in files is not used for 30 s: a read did not end within 1 s"
     ]
     assert scene.counts.failures == 1
     files.is_stuck = False
@@ -247,7 +247,7 @@ def test_writes_that_do_not_answer_stop_no_saving(
     saved = scene.tiers.counts.saved
     scene.run(*TEXTS[2:])
     assert scene.tiers.counts.saved > saved
-    assert "a write was not over after 10 s" in caplog.text
+    assert "a write did not end within 10 s" in caplog.text
     for future in scene.files.stuck:
         future.set_result(100)
     scene.poll()

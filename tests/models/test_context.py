@@ -110,7 +110,12 @@ def test_every_token_is_on_one_rank(degree: int) -> None:
 @pytest.mark.parametrize(
     ("size", "degree", "kv_heads", "message"),
     [
-        (4, 3, 2, "--decode-context-parallel-size 3: 4 tensor-parallel ranks do not divide by it"),
+        (
+            4,
+            3,
+            2,
+            "--decode-context-parallel-size 3: 4 tensor-parallel ranks are not a multiple of it",
+        ),
         (12, 3, 6, "4 groups of ranks cannot share 6 KV heads"),
     ],
 )

@@ -117,6 +117,9 @@ def test_models_that_replicas_cannot_share_are_refused(tmp_path: Path, family: s
 
         path, message = write_tiny_checkpoint(tmp_path, "sdar"), "no experts"
     else:
-        path, message = write_expert_checkpoint(tmp_path, "llada2_moe", 5), "do not divide by 5"
+        path, message = (
+            write_expert_checkpoint(tmp_path, "llada2_moe", 5),
+            "are not a multiple of 5",
+        )
     with pytest.raises(ValueError, match=message):
         replica_of(ModelConfig.from_dir(path), 0, 5)

@@ -101,9 +101,9 @@ def test_a_rank_reads_no_more_than_its_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "size", "expert_parallel", "message"),
     [
-        ("sdar", 3, False, "--tensor-parallel-size 3: 8 attention heads do not divide"),
+        ("sdar", 3, False, "--tensor-parallel-size 3: 8 attention heads are not a multiple"),
         ("sdar", 2, True, "--expert-parallel: the model has no experts"),
-        ("sdar_moe", 16, False, "attention heads do not divide"),
+        ("sdar_moe", 16, False, "attention heads are not a multiple"),
     ],
 )
 def test_impossible_degrees_are_refused_by_name(

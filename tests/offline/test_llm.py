@@ -211,10 +211,14 @@ def test_what_the_engine_refuses_is_found_before_anything_is_computed(
 @pytest.mark.parametrize(
     ("prompts", "params", "words"),
     [
-        ({"role": "user", "content": "a"}, effuse.Params(), "prompt: expected a text, .* got dict"),
-        (5, effuse.Params(), "prompt: expected a text, .* got int"),
-        ([5, "a"], effuse.Params(), "prompt: expected a text, .* got list of int, str"),
-        (b"a", effuse.Params(), "prompt: expected a text, .* got bytes"),
+        (
+            {"role": "user", "content": "a"},
+            effuse.Params(),
+            "prompt: expected a string, .* got dict",
+        ),
+        (5, effuse.Params(), "prompt: expected a string, .* got int"),
+        ([5, "a"], effuse.Params(), "prompt: expected a string, .* got list of int, str"),
+        (b"a", effuse.Params(), "prompt: expected a string, .* got bytes"),
         ("a", {"max_tokens": 4}, r"params: expected effuse\.Params, got dict"),
         ("a", [{"max_tokens": 4}], r"params: expected effuse\.Params, got dict"),
     ],

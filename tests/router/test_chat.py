@@ -150,7 +150,7 @@ def test_a_bad_chat_names_its_field(chat: Chat, field: str, text: str) -> None:
 
 def test_ids_are_not_parsed() -> None:
     with pytest.raises(
-        InvalidRequest, match="parse_special_tokens: expected it unset with token ids"
+        InvalidRequest, match="parse_special_tokens: expected no value with token ids"
     ):
         ids([5, 6], parses=True)
 

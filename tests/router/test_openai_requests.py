@@ -18,7 +18,7 @@ TEXT = {"prompt": "hi"}
     [
         ("completion", {"prompt": 5}, "prompt: expected `str | array`, got `int`"),
         ("completion", {"prompt": [True]}, "prompt: expected `int | str | array`, got `bool`"),
-        ("completion", {}, "prompt: expected a text, token ids, or a list of either, got none"),
+        ("completion", {}, "prompt: expected a string, token ids, or a list of either, got none"),
         ("completion", TEXT | {"n": 1.5}, "n: expected `int | null`, got `float`"),
         ("chat", CHAT | {"tool_choice": "required"}, "expected one of none, auto, got 'required'"),
         ("chat", CHAT | {"algorithm": "x" * 3000}, "block_diffusion, llada, dream, fast_dllm"),

@@ -190,7 +190,7 @@ def test_reasons_have_load_times_bounds_and_the_result() -> None:
         "within 80 ms",
         "decode workers compute no prompts, because 50 ms in one forward would lengthen gaps too "
         "much",
-        "2 prefill and 2 decode workers bear 40 requests a second",
+        "2 prefill and 2 decode workers sustain 40 requests a second",
     ]
     assert "decode workers compute 58% of the prompts" in reasons(planner(), planner().split(1, 3))
 

@@ -233,8 +233,8 @@ def test_a_router_that_has_ended_is_not_announced_again(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("part", "text"),
     [
-        (Steering, "a plan of roles was not made"),
-        (RoleDriver, "a plan of roles was not carried out"),
+        (Steering, "could not plan roles; trying again"),
+        (RoleDriver, "could not carry out the plan of roles; trying again"),
     ],
     ids=["made", "carried out"],
 )

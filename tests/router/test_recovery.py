@@ -228,7 +228,7 @@ def test_workers_that_are_gone_are_waited_for_and_then_the_story_is_told() -> No
         await fleet.announce()
         error = await asking
         assert type(error) is errors.Unavailable
-        assert "no worker could continue it within 0." in error.message
+        assert "no worker could continue the answer within 0." in error.message
         assert "no live decode worker serves 'fake' (none is known)" in error.message
         assert "8 of 245 tokens were written" in error.message
         assert "1 attempt lost (d0: the engine was lost)" in error.message
@@ -243,7 +243,7 @@ def test_who_does_not_come_back_is_waited_for_as_long_as_the_flag_says() -> None
         fleet.decode[0].at["commit 2"] = fleet.decode[0].crash
         error = await failure(ask(fleet))
         assert type(error) is errors.Unavailable
-        assert "no worker could continue it within" in error.message
+        assert "no worker could continue the answer within" in error.message
         assert "of 245 tokens were written; 1 attempt lost (d0: " in error.message
         assert error.retry_after_s
 

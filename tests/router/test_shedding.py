@@ -175,7 +175,7 @@ def test_one_whose_turn_comes_too_late_is_not_begun(num_answers: int, left_s: fl
         async with HeldSlots(admission, SlotNeed()):
             waiting = asyncio.create_task(late())
             await asyncio.sleep(2.0)  # twice as long as was to be expected
-        with pytest.raises(Overloaded, match="its turn came too late"):
+        with pytest.raises(Overloaded, match="the request waited too long"):
             await waiting
         assert not begun and admission.num_shed == 1
         assert (admission.num_running, admission.num_waiting) == (0, 0)

@@ -28,32 +28,32 @@ BAD_CANVAS: dict[str, tuple[Change, str, str]] = {
                     "2147483648"),
     "guidance nan": (decoding(cfg_scale=math.nan), "decoding.cfg_scale", "from 0 to 100, got nan"),
     "threshold": (
-        decoding(confidence_threshold=0.5), "decoding.confidence_threshold", "unset with llada"
+        decoding(confidence_threshold=0.5), "decoding.confidence_threshold", "no value with llada"
     ),
     "remasking": (
         decoding(remasking=1), "decoding.remasking",
         "one of low_confidence, random with llada, got low_confidence_dynamic"
     ),
-    "top_p": (sampling(top_p=0.5), "sampling.top_p", "unset with llada"),
-    "top_k": (sampling(top_k=5), "sampling.top_k", "unset with llada"),
-    "min_p": (sampling(min_p=0.5), "sampling.min_p", "unset with llada"),
-    "alg": (decoding(alg=4), "decoding.alg", "unset with llada"),
+    "top_p": (sampling(top_p=0.5), "sampling.top_p", "no value with llada"),
+    "top_k": (sampling(top_k=5), "sampling.top_k", "no value with llada"),
+    "min_p": (sampling(min_p=0.5), "sampling.min_p", "no value with llada"),
+    "alg": (decoding(alg=4), "decoding.alg", "no value with llada"),
     "alg unknown": (decoding(algorithm=4, alg=9), "decoding.alg", "unknown value 9"),
     "eps": (decoding(algorithm=4, eps=2), "decoding.eps", "from 0 to 1, got 2"),
     "alg_temp": (decoding(algorithm=4, alg_temp=-1), "decoding.alg_temp", "or 0 for no randomness"),
     "cache unknown": (decoding(algorithm=5, cache=4), "decoding.cache", "unknown value 4"),
-    "cache": (decoding(cache=3), "decoding.cache", "unset with llada"),
+    "cache": (decoding(cache=3), "decoding.cache", "no value with llada"),
     "steps of fast_dllm": (
-        decoding(algorithm=5, steps=4), "decoding.steps", "unset with fast_dllm"
+        decoding(algorithm=5, steps=4), "decoding.steps", "no value with fast_dllm"
     ),
     "factor": (
         decoding(algorithm=5, factor=-1), "decoding.factor", "uses the threshold, got -1"
     ),
     "two rules": (
         decoding(algorithm=5, factor=1, confidence_threshold=0.5),
-        "decoding.confidence_threshold", "unset with a factor"
+        "decoding.confidence_threshold", "no value with a factor"
     ),
-    "length": (decoding(algorithm=4, block_length=8), "decoding.block_length", "unset with dream"),
+    "length": (decoding(algorithm=4, block_length=8), "decoding.block_length", "no value with"),
 }  # fmt: skip
 
 

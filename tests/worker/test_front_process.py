@@ -237,7 +237,7 @@ def test_a_stopped_engine_is_noticed_killed_and_replaced(tmp_path: Path) -> None
         until(lambda: not engine.is_running())
         until(lambda: before not in ready.read_text())
         (lost,) = [line for line in (tmp_path / "log").read_text().splitlines() if "lost" in line]
-        assert f"engine {before} is lost: the engine hangs: its loop has not turned" in lost
+        assert f"engine {before} is lost: the engine hangs: its loop has not run" in lost
         (successor,) = psutil.Process(process.pid).children()
         assert successor.pid != engine.pid
 
@@ -267,7 +267,7 @@ def test_an_engine_that_cannot_be_killed_ends_the_worker_with_a_line(tmp_path: P
         assert process.wait(patient(30)) == 1
     lost, told = (tmp_path / "log").read_text().splitlines()
     assert "the engine hangs" in lost
-    assert told.endswith(f"engine process {engine.pid} does not die")
+    assert told.endswith(f"engine process {engine.pid} survives SIGKILL")
 
 
 def test_an_engine_that_hangs_after_that_is_replaced(tmp_path: Path) -> None:

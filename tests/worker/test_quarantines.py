@@ -81,4 +81,4 @@ def test_the_log_says_once_per_writer_what_to_do_and_when_it_is_over(
                 f"7 pages cannot be used, because the prefill worker at {ONE.address}"
             )
             assert "kill it" in alarm
-        assert caplog.messages[1:] == [f"no page waits for {ONE.address} any more"]
+        assert caplog.messages[1:] == [f"all pages that {ONE.address} held are free again"]

@@ -132,7 +132,7 @@ def group(tmp_path: Path) -> Iterator[effuse.LLM]:
 
 
 @pytest.mark.parametrize(("family", "message"), [
-    ("sdar", "has no experts"), ("llada2_moe", "experts do not divide by 3 replicas"),
+    ("sdar", "has no experts"), ("llada2_moe", "experts are not a multiple of 3 replicas"),
 ])  # fmt: skip
 def test_replicas_of_a_model_that_they_cannot_share_are_refused(
     tmp_path: Path, family: str, message: str

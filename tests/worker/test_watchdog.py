@@ -50,7 +50,7 @@ def test_an_idle_engine_that_beats_is_well() -> None:
 def test_a_silent_engine_is_hung() -> None:
     progress = observe(READY, beat(1), 5.0)
     assert verdict(progress, 8.0, LIMITS) is None
-    assert verdict(progress, 8.1, LIMITS) == "its loop has not turned for 3.1 s"
+    assert verdict(progress, 8.1, LIMITS) == "its loop has not run for 3.1 s"
 
 
 def test_an_engine_that_never_beat_is_hung() -> None:
@@ -147,7 +147,7 @@ def test_what_was_compiled_for_is_not_taken_for_a_step() -> None:
     progress = observe(progress, beat(4, steps=1, runnable=1, phase="compiling"), 10.0)
     progress = observe(progress, beat(4, steps=1, runnable=1), 60.0)
     assert (verdict(progress, 63.0, LIMITS), progress.step_s) == (None, 0.0)
-    assert verdict(progress, 63.1, LIMITS) == "its loop has not turned for 3.1 s"
+    assert verdict(progress, 63.1, LIMITS) == "its loop has not run for 3.1 s"
 
 
 @pytest.mark.parametrize("pause_s", [12.0, 40.0, 4000.0])
@@ -168,7 +168,7 @@ def test_after_that_it_has_as_long_as_ever_to_be_heard() -> None:
     progress = observe(replace(READY, looked_at=5.0), beat(1), 5.0)
     progress, _ = look(progress, 45.0, PATIENCE_S)
     assert verdict(progress, 45.0 + 2.7, LIMITS) is None
-    assert verdict(progress, 45.0 + 2.8, LIMITS) == "its loop has not turned for 3.1 s"
+    assert verdict(progress, 45.0 + 2.8, LIMITS) == "its loop has not run for 3.1 s"
 
 
 def test_a_watcher_that_is_only_late_pardons_nothing() -> None:
@@ -179,7 +179,7 @@ def test_a_watcher_that_is_only_late_pardons_nothing() -> None:
         progress, stood_still_s = look(progress, now, PATIENCE_S)
         assert stood_still_s == 0.0
         why = verdict(progress, now, LIMITS)
-    assert why == "its loop has not turned for 3.4 s"
+    assert why == "its loop has not run for 3.4 s"
 
 
 class Watched:
