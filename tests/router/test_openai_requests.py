@@ -35,7 +35,7 @@ def test_a_misfit_is_told_once_and_cut(endpoint: Endpoint, body: dict[str, Any],
 
 
 HALF = "\ud800"  # of a surrogate pair
-ODD = (
+ODD: tuple[object, ...] = (
     *(True, 0, -1, 1.5, 1e308, 2**63, 10**30, "", "x", HALF, "\x00", "a" * 20_000, [], {}),
     *(
         [HALF],
