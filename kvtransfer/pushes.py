@@ -29,11 +29,11 @@ from effuse.kvtransfer.messages import (
     ToSender,
 )
 from effuse.kvtransfer.push import Push, Stage, check_push, parts_of
-from effuse.kvtransfer.transport import Chunk, Delivery, Half, Peer
+from effuse.kvtransfer.transport import Chunk, ConnectorParts, Delivery, Peer
 
 
 @dataclass(eq=False)
-class Pushes(Half):
+class Pushes(ConnectorParts):
     """All transfers that leave one pool.
 
     A transfer has a push to each receiving rank that this rank serves. It is over once all of them

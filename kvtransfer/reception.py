@@ -39,11 +39,11 @@ from effuse.kvtransfer.messages import (
     account_of,
     mismatch,
 )
-from effuse.kvtransfer.transport import FromWriter, Half, Reply
+from effuse.kvtransfer.transport import ConnectorParts, FromWriter, Reply
 
 
 @dataclass(eq=False)
-class Receptions(Half):
+class Receptions(ConnectorParts):
     """All transfers that may write into one pool."""
 
     _expected: dict[str, Expected] = field(init=False, default_factory=dict)

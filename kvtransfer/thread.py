@@ -33,9 +33,9 @@ from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.pushes import Pushes
 from effuse.kvtransfer.reception import Receptions
 from effuse.kvtransfer.transport import (
+    ConnectorParts,
     FromReceiver,
     FromWriter,
-    Half,
     Heard,
     Lost,
     Pace,
@@ -56,7 +56,7 @@ SWITCH_S = 0.0002
 
 
 @dataclass(eq=False)
-class Exchange(Half):
+class Exchange(ConnectorParts):
     """Pushes and receptions of one pool, which carry out commands."""
 
     def __post_init__(self) -> None:

@@ -172,9 +172,9 @@ class Transport(Protocol):
 
 
 @dataclass(eq=False)
-class Half:
-    """What both halves of a connector work with: a transport, digests of a pool's pages, the pool's
-    own life, the place where events go, and a monotonic clock in seconds."""
+class ConnectorParts:
+    """The parts that a connector and both of its sides share: a transport, digests of the pool's
+    pages, the identity of the pool, the receiver of events, and a monotonic clock in seconds."""
 
     _transport: Transport
     _digester: Digester
