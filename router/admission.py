@@ -25,7 +25,7 @@ from effuse.router.tenants import FairQueue, Turn
 from effuse.router.validation import Asked
 
 LEAST_RETRY_S: Final = 0.1
-"""The shortest time after which a request that was refused because of its deadline may come again.
+"""The shortest time after which a request that was refused because of its deadline may be retried.
 """
 TURN_MARGIN: Final = 1.0
 """The same at its turn. If less time is left than nearly every second answer takes, the next
@@ -158,7 +158,7 @@ class HeldSlots:
 class Admission:
     """Answers of each model at once as its workers have seats, `most_running` at most of all;
     `max_waiting` behind them, those of a tenant by their places. One free slot, or one free place
-    in the queue, is enough for a request with all its answers: none is for ever too large. `now` is
+    in the queue, is enough for a request with all its answers: none is ever too large. `now` is
     a monotonic clock in seconds."""
 
     def __init__(

@@ -3,7 +3,7 @@ side by side, each by itself, their events in one stream.
 
 After a failure the next attempt takes another prefill worker, then lets the decode worker prefill,
 then resumes on another pair, then waits for a worker that may come back. The last step is
-UNAVAILABLE. An answer without part of its text never ends well. Of several answers the first one
+UNAVAILABLE. An answer without part of its text never succeeds. Of several answers the first one
 brings the prompt's KV to a decode worker, and the others join it as soon as that worker holds pages
 for it. If one of them fails for good, or the client goes, all end. Not here: one attempt
 (`attempt.py`), the choice of workers (`policy.py`), the meaning of a failure (`failures.py`), the
@@ -284,7 +284,7 @@ class AnswerRun:
 
 class SideBySide(Listener):
     """All answers to one request, which is admitted and knows its prompt. Run once. `on_end` is
-    called for each answer that ends well, because others may use its slot from then on."""
+    called for each answer that succeeds, because others may use its slot from then on."""
 
     def __init__(
         self,

@@ -4,9 +4,9 @@ attempt.
 Some failures are no attempts at all: a worker was starting, draining or full. Others are losses. A
 request may have few of them in a row without a new block, and all requests together a share.
 
-A worker that is out stays out until it reports that it is ready (`hear`), or its life is over. A
-handoff that failed is held against the pair; a worker is suspect once two others failed to hand
-over with it. Pure, with the clock handed in. Not here: the reaction to a failure (`answer.py`),
+A worker that is out stays out until it reports that it is ready (`hear`), or its incarnation ends.
+A handoff that failed counts against the pair; a worker is suspect once handoffs with two others
+failed. Pure, with the clock as an argument. Not here: the reaction to a failure (`answer.py`),
 asking workers (`calls.py`), engines that die of a request (`poison.py`)."""
 
 import math
@@ -115,7 +115,7 @@ TOLD_LOSSES: Final = 8
 
 @dataclass(slots=True)
 class Setbacks:
-    """What one request has met with."""
+    """The failed attempts of one request."""
 
     num_losses: int = 0
     losses_in_a_row: int = 0  # without a new block in between
@@ -182,8 +182,8 @@ RETRIES_PER_S: Final = 10.0
 
 
 class RetryBudget:
-    """How many attempts after losses the router's traffic may bear, so that an outage is not made
-    worse. Each request adds `share` to it, time adds `RETRIES_PER_S`, up to `most`; it begins
+    """How many attempts after losses the router may add to its traffic, so that an outage is not
+    made worse. Each request adds `share` to it, time adds `RETRIES_PER_S`, up to `most`; it begins
     full."""
 
     def __init__(self, share: float, most: float, now: float) -> None:
@@ -194,7 +194,7 @@ class RetryBudget:
         self.num_taken = 0  # ever
 
     def left(self, now: float) -> float:
-        """Attempts that need not wait; below 0 as many wait."""
+        """Attempts that may begin without a wait; below 0, the number that wait."""
         return min(self._most, self._left + (now - self._at) * RETRIES_PER_S)
 
     def add_requests(self, count: int, now: float) -> None:
@@ -240,7 +240,7 @@ requests."""
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A life of a worker that is out. `is_heard`: its front has answered since."""
+    """An incarnation that is out. `is_heard`: its front has answered since."""
 
     record: WorkerRecord
     condition: Condition
@@ -288,7 +288,7 @@ class Standing:
         self._pairs.pop(pair, None)
 
     def hear(self, life: WorkerLife, condition: Condition | None) -> bool:
-        """Takes the condition that a worker reports which is out, None if it does not answer.
+        """Takes the condition of a worker that is out, None if it does not answer.
         Returns whether it is back."""
         absence = self._absent.get(life)
         if absence is None:
@@ -301,8 +301,8 @@ class Standing:
         return False
 
     def forget_gone(self, alive: Collection[WorkerRecord]) -> None:
-        """Forgets what is over, given all workers that hold a lease: lives that others have
-        followed, and those without a lease whose front is silent."""
+        """Forgets ended incarnations, given all workers that hold a lease: those with a
+        successor, and those without a lease whose front is silent."""
         lives, names = {r.life for r in alive}, {r.worker_id for r in alive}
         self._absent = {
             life: one

@@ -1,7 +1,7 @@
 """The router's own account of the fleet: its attempts on each worker, and the workers that take
 part or are out.
 
-The view of live workers is in `placement/leases.py`, the choice in `policy.py`, known beginnings in
+The view of live workers is in `placement/leases.py`, the choice in `policy.py`, known prefixes in
 `prefixes.py`, channels in `calls.py`, and the lessons of failed calls in `failures.py`."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests of OpenAI's HTTP API, as effuse means them; functions of values.
 
 A body's fields are OpenAI's, those that vLLM adds, and the settings of `effuse.Params` by their own
-names. A field that would change the answer is obeyed or refused, never passed over. Not here: the
+names. A field that would change the answer is obeyed or refused, never ignored. Not here: the
 calls (`openai_api.py`),
 answers (`openai_answers.py`).
 """

@@ -6,7 +6,7 @@ well, and requests beside it are cleared. A request that survives without others
 engine that was killed or hung counts half while that happens to engines without the request: then
 the cause is outside. If it happens only to engines with it, the request may use up their memory. A
 digest of its question identifies a request, because a client may send it again under another id.
-The verdicts are pure, with the clock handed in; `PoisonGuard` acts on them. Not here: keeping
+The verdicts are pure, with the clock as an argument; `PoisonGuard` acts on them. Not here: keeping
 workers free (`fleet.py`)."""
 
 import logging

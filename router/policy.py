@@ -1,4 +1,4 @@
-"""The place of an attempt: a decode worker first, then a prefill worker that fits it, or none.
+"""The placement of an attempt: a decode worker, then a prefill worker that fits it, or none.
 
 Pure: filters, scores and picks among the workers and the requests in flight of `fleet.py`."""
 

@@ -1,7 +1,7 @@
-"""Which worker has which beginnings of prompts, by the prompts of this router and of others.
+"""Which worker has cached which prefixes, by the prompts of this router and of others.
 
-An estimate, so that a prompt goes to the worker that probably knows most of it. Without Redis it is
-of this router's own prompts. Not here: its weight in a choice (`policy.py`)."""
+An estimate, so that a prompt goes to the worker that probably has most of it. Without Redis it
+covers only this router's own prompts. Not here: its weight in a choice (`policy.py`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RETRY_S: Final = 1.0
 REFRESH_S: Final = 30.0
 """A note that is younger is not made again, so times of notes may be so much too early."""
 REFUTED_S: Final = 60.0
-"""Age from which on a wrong note shows that the worker has dropped its older beginnings."""
+"""Age from which on a wrong note shows that the worker has evicted its older prefixes."""
 REBUILD_S: Final = 3.0
 """Once Redis has lost all notes, the router that finds it writes its own at once. After so long the
 others write those that are still missing."""
@@ -91,8 +91,8 @@ class SentPrefixes:
     """Beginnings of prompts that were sent to workers; those that were sent longest ago are
     forgotten first.
 
-    Workers drop beginnings that they have not used for long. The statistics of an answer show the
-    real number of tokens. Lives of workers that are over match no worker."""
+    Workers evict prefixes that they have not used for long. The statistics of an answer show the
+    real number of tokens. Ended incarnations match no worker."""
 
     def __init__(self, now: Callable[[], float], most: int = MOST_KNOWN) -> None:
         self._now = now
@@ -113,7 +113,7 @@ class SentPrefixes:
         """A prompt of these keys goes to these workers."""
         note, lives = Note(self._now(), is_own=True), tuple(lives)
         stale_at = note.used_at - REFRESH_S
-        for key in reversed(keys):  # so that beginnings are remembered for longer
+        for key in reversed(keys):  # so that shorter prefixes are remembered for longer
             new, notes = lives, self._notes.get(key)
             if notes is None:
                 self._notes[key] = dict.fromkeys(lives, note)
@@ -129,7 +129,7 @@ class SentPrefixes:
         self._forget_oldest()
 
     def cached(self, keys: Sequence[bytes]) -> Mapping[WorkerLife, int]:
-        """Tokens at the beginning of such a prompt that each worker has computed before."""
+        """Tokens of such a prompt's prefix that each worker has computed before."""
         found: dict[WorkerLife, int] = {}
         alive, number = set(self._notes.get(keys[0], ())) if keys else set(), 0
         for number, key in enumerate(keys):

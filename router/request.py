@@ -60,7 +60,7 @@ class EncodedPrompt(NamedTuple):
 
     token_ids: Sequence[int] = ()  # an array, which takes a ninth of a list's bytes
     max_tokens: int = 0  # of the answer
-    prefix_keys: tuple[bytes, ...] = ()  # of its beginnings; empty if no worker can reuse them
+    prefix_keys: tuple[bytes, ...] = ()  # of its prefixes; empty if no worker can reuse them
 
 
 NO_PROMPT: Final = EncodedPrompt()

@@ -106,7 +106,7 @@ class Router:
 
     async def drain(self) -> None:
         """Returns once no request runs. Requests that are not answered within `drain_s` end with an
-        error that asks their clients to come again."""
+        error that asks their clients to retry."""
         self.monitor.is_over.set()
         try:
             async with asyncio.timeout(self.config.drain_s):

@@ -1,7 +1,7 @@
 """Requests by their ids: those that run here, for a while those that ended, and other routers'.
 
 The other routers know a request as claimed before it runs, placed, and ended with its answer. A
-client whose router died asks another one under the same id. That router returns the answer that
+client whose router died repeats its id at another one. That router returns the answer that
 is kept, or runs the request again, which gives the same answer, unless a live router still runs it.
 Only ids that clients choose are claimed, because no client can repeat other ids. A request waits
 for Redis only here, and one that is asked for the first time goes on without it. Of a request that

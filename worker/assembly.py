@@ -61,7 +61,7 @@ class Assembly:
     """The parts of an engine. `connect` starts the connector of its pages and returns it; it raises
     ValueError if that cannot be opened. `queued` are the runner's layers if they are followed on a
     device. With other `ranks`, runner and memory send them the same commands. `tiers` are the
-    places of kept KV outside of the pool, if any.
+    stores of kept KV outside of the pool, if any.
     """
 
     model: Transformer

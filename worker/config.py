@@ -138,7 +138,7 @@ class WorkerConfig(EngineSettings):
 
     @property
     def context_degree(self) -> int:
-        """Ranks that hold the same KV heads, each for other tokens."""
+        """Ranks that hold the same KV heads, each for different tokens."""
         return 1
 
     @property

@@ -1,4 +1,4 @@
-"""The engine's process: takes messages, steps its core, sends events, shows that it lives. Also the
+"""The engine's process: takes messages, steps its core, sends events and heartbeats. Also the
 common parts of both workers' cores: forwards that may fail, and an outbox.
 
 Knows no gRPC and no model: each worker's `build.py` makes the core. The process ends with its

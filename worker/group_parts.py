@@ -181,8 +181,9 @@ class GroupMemory(PageMemory):
 
 
 class GroupHost:
-    """The leader's host memory; slots of the same numbers on the other ranks have the rest of each
-    page. If it is shared, each rank copies its heads, and stores get whole pages from the leader.
+    """The leader's host memory; slots of the same numbers on the other ranks have the other parts
+    of each page. If it is shared, each rank copies its heads, and stores get whole pages from the
+    leader.
     """
 
     def __init__(self, own: HostPages, ranks: Ranks) -> None:

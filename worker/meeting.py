@@ -1,4 +1,4 @@
-"""How the ranks of an engine meet: all of them, and those that cut contexts or weights together,
+"""How the ranks of an engine meet: all of them, and those that split contexts or weights together,
 or pass rows on to each other.
 """
 
@@ -71,8 +71,8 @@ def meets(group: ProcessGroup, device: torch.device, meeting: Path | SharedMeeti
 
 
 def stage_of(config: WorkerConfig, model: ModelConfig, rank: int) -> PipelineStage | None:
-    """The stage of a rank, if the layers are cut. The leader and its neighbours have the last one,
-    so that results are where the books are. Raises ValueError for too many stages."""
+    """The stage of a rank, if the layers are split. The leader and its neighbours have the last
+    one, so that results are beside the state of requests. Raises ValueError for too many stages."""
     count, size = config.pipeline_parallel_size, config.tensor_parallel_size
     if count == 1:
         return None
@@ -96,8 +96,8 @@ def join_stage(stage: PipelineStage, group: ProcessGroup, meet: Meet) -> Pipelin
 def join_context(
     context: ContextGroup, rank: int, size: int, group: ProcessGroup, meet: Meet
 ) -> ContextGroup:
-    """Meets the other ranks of those that cut the context, which are neighbours. If they compute
-    different rows, those that cut the weights meet too. Raises ValueError if they do not come."""
+    """Meets the other ranks of those that split the context, which are neighbours. If they compute
+    different rows, those that split the weights meet too. Raises ValueError if they do not come."""
     cut = context.cut
     count = size // cut.degree
     if count == 1:

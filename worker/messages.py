@@ -61,7 +61,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """The first words to a rank's process, on standard input as JSON."""
+    """The first message to a rank's process, on standard input as JSON."""
 
     rank: int
     role: Role  # of its module
@@ -164,7 +164,7 @@ class WriterGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ReceiverGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine of a decode worker has ended: nothing is pushed to this life of it any more."""
+    """The engine of a decode worker has ended: nothing more is pushed to this incarnation."""
 
     incarnation: str
 
@@ -321,7 +321,7 @@ class AbortDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A sign of life, from the thread that does the work. The only message before `Ready`."""
+    """Shows that the thread that does the work runs. The only message before `Ready`."""
 
     loops: int  # turns of the engine's loop so far
     marks: int = 0  # parts of steps done so far, such as layers of forwards

@@ -1,4 +1,4 @@
-"""Messages between the hosts of a group: offers to take part, signs of life, ends of ranks.
+"""Messages between the hosts of a group: offers to take part, heartbeats, ends of ranks.
 
 Plain data, like the settings that they compare. Commands to ranks have sockets of their own
 (`rank_messages.py`).

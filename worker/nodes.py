@@ -221,7 +221,7 @@ class Nodes:
         return (self._control, self.answers, *self._monitors.values())
 
     def turn(self) -> list[Event]:
-        """Answers nodes, sends signs of life, and returns reports and losses."""
+        """Answers nodes, sends heartbeats, and returns reports and losses."""
         now, events = self._now(), list[Event]()
         for sender, message in self._messages():
             is_new = len(self.roll.missing)

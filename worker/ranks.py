@@ -1,8 +1,8 @@
 """The other ranks of a group, for its leader: their processes, commands to them, and their answers.
 
 A group computes together or not at all. If a rank ends, or reads another command than the leader
-sent, the whole engine ends, because collectives of the others would wait for ever. A thread watches
-for both: the engine's own thread may itself stand in such a collective.
+sent, the whole engine ends, because collectives of the others would wait forever. A thread watches
+for both: the engine's own thread may itself be blocked in such a collective.
 """
 
 from __future__ import annotations

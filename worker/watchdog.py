@@ -1,12 +1,12 @@
 """How an engine shows progress, and how its front judges it: values, with the clock as argument.
 
-A beat is sent with the turns of the loop, from within a long forward, and before a long silent
+A heartbeat is sent in each iteration of the loop, within a long forward, and before a long silent
 phase: loading, capturing, compiling. All of them come from the thread that does the work, because a
 separate one would beat for a loop that hangs.
 
-Liveness is not enough: a loop may turn while its work stands still. Nor does silence always mean a
-hang: long work is announced as a phase with its own limit, and a model with slow steps gets
-proportionally more time. `Backoff` says how long a front waits before it starts the next engine.
+Liveness is not enough: a loop may run without progress. Nor does silence always mean a hang: long
+work is announced as a phase with its own limit, and a model with slow steps gets proportionally
+more time. `Backoff` gives the time that a front waits before it starts the next engine.
 """
 
 import logging
@@ -40,7 +40,7 @@ class GroupBroken(RuntimeError):
 
 
 class Pulse:
-    """Counts the signs of life of one engine, and sends them with `tell`, which never waits.
+    """Counts the heartbeats of one engine, and sends them with `tell`, which never waits.
 
     Without `tell` nothing watches the engine. Belongs to the thread that makes it. `now` is a
     monotonic clock in seconds.
@@ -148,7 +148,7 @@ class Progress:
 
     began_at: float
     looked_at: float  # the last check
-    beat_at: float  # the last sign of life
+    beat_at: float  # the last heartbeat
     moved_at: float  # the last progress of work, or the last time without work
     is_ready: bool = False
     phase: Phase = "loading"
