@@ -1,7 +1,7 @@
 """A decode and a prefill engine in one process, over one model, page pool and connector.
 
-Each message goes to the engine that it is for. A step of answers comes first, then at most one
-forward over prompts, which waits until another step of answers has been launched. So a step waits
+Each message goes to the engine that it is for. A decode step comes first, then at most one
+forward over prompts, which waits until another decode step has been launched. So a step waits
 for at most one of these forwards, and prompts go on while answers do. Single-threaded.
 """
 

@@ -7,10 +7,10 @@ each position depends on every remaining mask. Two pure functions around the for
 sending: all are in flight from the first step on, each counts every step, and those without masks
 settle from the left.
 
-Fast-dLLM caches nevertheless: the surroundings of a generation block keep the K and V of the
-forward that began the block. They are everything before it (prefix) or on both sides (dual); pages
-then hold the tokens after the block right after those before it. A lost cache is filled again from
-the canvas at that moment, which determines it completely.
+Fast-dLLM caches nevertheless: the tokens around a generation block keep the K and V of the forward
+that began the block. They are all tokens before it (prefix) or on both sides (dual); pages then
+hold the tokens after the block right after those before it. A lost cache is recomputed from the
+canvas at that moment, which determines it completely.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 """How many rows and candidates the coming step may need, predicted one step ahead, and which slots
-read a beginning together. Pure numpy.
+read a prefix together. Pure numpy.
 
 The host launches a step before it has read the last one's records. With counts that are too small
 some slots wait a step, and with counts that are too large work is wasted; neither changes a token.
@@ -216,7 +216,7 @@ class _Run(NamedTuple):
 
 
 class Beginnings:
-    """Which slots read a beginning together, so that their rows share attention's tiles."""
+    """Which slots read a prefix together, so that their rows share attention's tiles."""
 
     def __init__(self, layout: SlotLayout, page_size: int, groups: int, kv_heads: int) -> None:
         """For `groups` query heads of each of `kv_heads`."""

@@ -55,7 +55,7 @@ class DeviceStep:
     @torch.inference_mode()
     def run_rows(self, num_rows: int, max_context: int, shares: bool) -> None:
         """Plan, and the forward up to its last attention, for a bucket of rows. shares: whether
-        beginnings that slots have in common are read once."""
+        common prefixes of slots are read once."""
         config, size = self.model.config, self.page_size
         mask, shift = config.mask_token_id, config.shift_logits
         step_plan_triton.launch(

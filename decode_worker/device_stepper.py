@@ -40,7 +40,7 @@ _STAGED = 256  # the same for rows and pages: as many requests may join while on
 
 
 class RowSizes(NamedTuple):
-    """The buckets of a step's rows and of their context, and whether beginnings are shared."""
+    """The buckets of a step's rows and of their context, and whether prefixes are shared."""
 
     rows: int
     context: int

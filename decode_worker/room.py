@@ -3,9 +3,9 @@
 A piece of a prompt in a step lengthens the present gap of each answer in the batch. Let G be the
 objective of an answer for its gaps, and e the seconds since its last block. If its next block needs
 n more steps of s seconds, it has room for `SAFE` G - e - n s seconds of prompts. A step may take
-the room of the answer that has least. Prompts that can be cut get a piece of that size. A
+the room of the answer that has least. Prompts that can be split get a piece of that size. A
 bidirectional prompt waits until the whole of it fits. If the oldest prompt was given nothing for
-`PATIENCE_S` seconds, it gets a piece in spite of all, so that none waits for ever.
+`PATIENCE_S` seconds, it gets a piece in any case, so that none waits forever.
 
 The engine measures s by the size of the batch, n, and the seconds that pieces add by their size.
 Before any piece was measured, a token of it counts like one of an answer.

@@ -90,7 +90,7 @@ class Roster:
                 del self._groups[_group_of(request)]
 
     def keep(self, request: DecodeRequest) -> None:
-        """More of a request's text is final and stored: others may begin with it."""
+        """More of a request's text is final and stored: others may reuse it as a prefix."""
         stored = request.sequence.committed_len
         self._cache.extend(request.units, request.sequence.token_ids, stored)
         self._cache.add(request.units, request.pages, stored)
@@ -158,7 +158,7 @@ class Roster:
         return pages
 
     def begin(self, request: DecodeRequest) -> None:
-        """Gives a waiting request its pages, which the engine fills or which have its beginning."""
+        """Gives a waiting request its pages, which the engine fills or which have its prefix."""
         count, source = request.pages_to_begin(self._limits), _source_of(request)
         if source is None:
             self._take_known(request)

@@ -152,8 +152,8 @@ class Fence(Struct, frozen=True, tag=True):
 
 
 class PushPages(Struct, frozen=True, tag=True):
-    """Pages [first, first + n) of the reservation are in `source_pages`. If ranks cut the context,
-    each of these has a page of each rank; some of the first and last one are not reserved.
+    """Pages [first, first + n) of the reservation are in `source_pages`. If ranks split the
+    context, each of these has a page of each rank; some of the first and last one are not reserved.
 
     `num_final` returns how many groups of their layers are final, until all are; without it all
     are. A transfer may have many of these commands. One without pages reaches the peer early, and
@@ -180,7 +180,7 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 class ForgetLife(Struct, frozen=True, tag=True):
-    """A receiver's life has ended: frees all memory that is kept for it."""
+    """A receiver's incarnation has ended: frees all memory that is kept for it."""
 
     incarnation: str
 

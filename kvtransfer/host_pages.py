@@ -1,6 +1,6 @@
 """Room in host memory for pages of a pool, and copies between both.
 
-Copies of a GPU run on a stream of their own, behind all work that was launched before them. Bytes
+Copies of a GPU run on a stream of their own, after all work that was launched before them. Bytes
 that arrive are digested in the pool's pages, so wrong ones are found wherever they came from.
 """
 

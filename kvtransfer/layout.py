@@ -88,7 +88,7 @@ class KVLayout:
 
     @property
     def span(self) -> int:
-        """Tokens in a page of the pool's tables: a page of each rank that cuts the context."""
+        """Tokens in a page of the pool's tables: a page of each rank that splits the context."""
         return self.page_size * self.context_degree
 
     @property

@@ -66,7 +66,7 @@ class Tombstones:
 
 
 class PageRef(Struct, frozen=True, array_like=True):
-    """A page in one of its allocations."""
+    """One allocation of a page."""
 
     page_id: U32
     generation: U32
@@ -123,7 +123,7 @@ class ReceiverAddress(Struct, frozen=True, kw_only=True):
 class KVPart(Struct, frozen=True, array_like=True):
     """The share of a model that a rank holds, or sends to another one: KV heads [first_head,
     end_head) of groups [first_group, end_group) of layers, in the model's numbers, of every page.
-    If ranks cut the context, of every `turns`-th page of a prompt, from page `turn` on.
+    If ranks split the context, of every `turns`-th page of a prompt, from page `turn` on.
     """
 
     first_head: Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
@@ -156,7 +156,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     """Pages that a decode engine holds for one handoff, and how to write into them.
 
     shards: one for each of its ranks, in their order; none if nothing is handed over. num_held:
-    pages of the prompt's beginning that it has already; `pages` come after them. If ranks cut the
+    pages of the prompt's prefix that it has already; `pages` come after them. If ranks split the
     context, each of these pages has room for as many pages of the prompt, one on each rank, and
     num_written pages of the prompt are written; 0 means as many as there is room for.
     """

@@ -1,7 +1,7 @@
 """The process that speaks to Mooncake Store for an engine.
 
 Mooncake's client holds Python's lock while it connects, for 90 s if its master is dead, and a call
-to a master that stands still may last minutes. So an engine kills this process if it does not
+to a frozen master may last minutes. So an engine kills this process if it does not
 answer. It moves bytes between the store and the engine's host memory, which both map. Each lane of
 calls has a thread and a socket of its own.
 """

@@ -1,7 +1,8 @@
 """The peers of NIXL agents: receivers with their pools as prepared page lists, and writers that get
 answers.
 
-A peer whose life, pool or connection changed is removed and added again; no prepared list survives.
+A peer whose incarnation, pool or connection changed is removed and added again; no prepared list
+survives.
 """
 
 import logging
@@ -59,7 +60,7 @@ class PoolLists:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where some KV heads lie in a pool whose groups of layers are cut into equal parts."""
+    """Where some KV heads are in a pool whose groups of layers are split into equal parts."""
 
     groups: int
     per_group: int
@@ -105,7 +106,7 @@ def cuts(layout: KVLayout, theirs: range, groups: range | None = None) -> tuple[
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """One receiver in one of its lives."""
+    """One incarnation of a receiver."""
 
     address: ReceiverAddress
     num_pages: int
@@ -163,8 +164,8 @@ class NixlPeers:
         return added
 
     def forget(self, life: str) -> None:
-        """Removes the receivers of an ended life, because their memory stays in use as long as they
-        are known. Receivers with pushes in flight are removed once these have ended."""
+        """Removes the receivers of an ended incarnation, because their memory stays in use as long
+        as they are known. Receivers with pushes in flight are removed once these have ended."""
         for peer in [one for one in self.by_name.values() if f"-{life}-" in one.name]:
             peer.is_gone = True
             self._remove_gone(peer)

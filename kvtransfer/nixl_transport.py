@@ -125,7 +125,7 @@ class NixlDelivery:
 
 
 class NixlTransport(Transport):
-    """A Transport whose agents are named after the role, this life of the engine and its `rank`,
+    """A Transport whose agents are named after the role, the engine's incarnation and its `rank`,
     and listen on the interface of `host`."""
 
     name = "nixl"

@@ -1,8 +1,8 @@
 """Owners of pages: states, generations and conservation of pages. No memory, no I/O.
 
-A page that a writer may still reach is never free. It is quarantined until the writer is fenced,
-that is, until it has finished, has acknowledged an abort, or is proven dead. A shared page is free
-once its last reader has released it.
+A page into which a writer may still write is never free. It is quarantined until the writer is
+fenced, that is, until it has finished, has acknowledged an abort, or is proven dead. A shared page
+is free once its last reader has released it.
 """
 
 from bisect import bisect_left, insort
@@ -53,7 +53,7 @@ class PageError(RuntimeError):
 
 
 class Spare(Protocol):
-    """A holder of committed pages that gives them up when others need room."""
+    """A holder of committed pages that evicts them when others need room."""
 
     @property
     def num_pages(self) -> int:
@@ -121,7 +121,7 @@ class PagePool:
         self._apply(pages, PageEvent.COMMIT)
 
     def quarantine(self, pages: Sequence[PageRef]) -> None:
-        """Abandons pages that a remote writer may still reach."""
+        """Abandons pages into which a remote writer may still write."""
         self._apply(pages, PageEvent.QUARANTINE)
 
     def fence(self, pages: Sequence[PageRef]) -> None:

@@ -1,4 +1,4 @@
-"""The way of units between host memory and one store.
+"""Transfers of units between host memory and one store.
 
 Each step has a time limit, because a store may fail or never answer. Then it counts as absent for a
 while, and no request waits for it.
@@ -218,7 +218,7 @@ class StoreTier:
         return self.searches[-1]
 
     def confirm(self, keys: Iterable[Key]) -> None:
-        """Asks again for units that it had half a minute ago: it may have given them up since."""
+        """Asks again for units that it had half a minute ago: it may have evicted them since."""
         known = [key for key in keys if key in self.store and key not in self._sure]
         self._sure.update(known)
         self.seek({key: self.store.before(key) for key in known})

@@ -1,6 +1,6 @@
-"""Places for units of KV outside of an engine's memory, with one protocol.
+"""Stores of units of KV outside of an engine's memory, with one protocol.
 
-A unit travels as its KV behind a head, which has the digest of its pages. Threads do the work,
+A unit is stored as a header with the digest of its pages, then its KV. Threads do the work,
 because a disk or a network may take any time.
 """
 

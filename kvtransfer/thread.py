@@ -111,7 +111,7 @@ class Exchange(ConnectorParts):
         return self._pushes.is_moving or self._receptions.is_moving
 
     def wait(self, requests: int) -> None:
-        """Sleeps as long as nothing is likely to happen, or until `requests` is readable."""
+        """Sleeps while nothing is likely to happen, or until `requests` is readable."""
         self._transport.wait(self._pace(), requests)
 
     def _pace(self) -> Pace:

@@ -1,7 +1,7 @@
 """A cache whose units also live in host memory and in stores: files, and a pool of several workers.
 
-A unit is copied to host memory once it has no user, while its pages still lie in the pool, so that
-the pool can give them up at any time. Units come back before their request begins if that is faster
+A unit is copied to host memory once it has no user, while its pages are still in the pool, so that
+the pool can evict them at any time. Units come back before their request begins if that is faster
 than computing them, by measured times. Bytes that arrive are digested in their pages; a wrong unit
 is forgotten and computed again.
 """

@@ -123,7 +123,7 @@ class Transport(Protocol):
         return
 
     def forget_life(self, incarnation: str) -> None:
-        """A receiver's life has ended: frees all memory that is kept for it."""
+        """A receiver's incarnation has ended: frees all memory that is kept for it."""
         return
 
     def route(self, peer: Peer) -> Route:

@@ -2,11 +2,11 @@
 
 One cache for a pool, whichever role its requests have. In block-causal models a block's KV depends
 only on the tokens up to its end. So their unit is the number of tokens that fills both whole pages
-and whole blocks. Its key is a digest of all tokens up to its end, for which no other text can be
+and whole blocks. Its key is a digest of all tokens up to its end, for which no collision can be
 found. A bidirectional prompt has one unit, which only an equal prompt finds.
 
-Units without a user stay until others need their pages, least recently used first, and ends of
-texts before their beginnings. Pure accounting like `kvtransfer/pool.py`, which owns the pages.
+Units without a user stay until others need their pages, least recently used first, and later units
+of a text before earlier ones. Pure accounting like `kvtransfer/pool.py`, which owns the pages.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ def unit_tokens_of(page_size: int, block_size: int, asked: int | None = None) ->
 
 
 class UnitCache:
-    """Gives requests the KV of their beginnings. It is the pool's `Spare`: pages that only the
+    """Gives requests the KV of their prefixes. It is the pool's `Spare`: pages that only the
     cache holds are there for all users of the pool.
 
     A request that holds a page of a unit holds all of them, and counts as a user of the unit.
@@ -119,7 +119,7 @@ class UnitCache:
         self.num_pages = 0  # that only the cache holds
         self.num_queried = 0  # tokens that were looked up, in total
         self.num_found = 0  # those of them that were found
-        self.num_evicted = 0  # units that made room
+        self.num_evicted = 0  # evicted units
         pool.spare = self
 
     @property

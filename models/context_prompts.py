@@ -1,4 +1,4 @@
-"""Forwards over prompts whose rows are cut over ranks (context-parallel prefill).
+"""Forwards over prompts whose rows are split over ranks (context-parallel prefill).
 
 Each rank computes some rows of every prompt, with all weights, and holds the pages of its turns. In
 each layer ranks gather the K and V of all rows. Each stores the tokens of its own pages. The rows

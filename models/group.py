@@ -186,7 +186,7 @@ class RankPlace:
     expert_parallel: bool = False
     meeting: Group = ALONE
     data_parallel: bool = False
-    context: ContextGroup | None = None  # if a sequence's cached tokens are cut over ranks
+    context: ContextGroup | None = None  # if a sequence's cached tokens are split over ranks
     stage: PipelineStage | None = None  # if layers are
 
     @property

@@ -66,7 +66,7 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_bytes: U63 = 0  # KV bytes pushed or received
     prefix_queries: U63 = 0  # tokens that were looked up in the prefix cache
     prefix_hits: U63 = 0  # those that were found
-    prefix_evictions: U63 = 0  # units of the cache that made room
+    prefix_evictions: U63 = 0  # evicted units of the cache
     offload_saved: U63 = 0  # KV bytes copied from pages to host memory
     offload_loaded: U63 = 0  # KV bytes copied back
     offload_corrupt: U63 = 0  # units that came back with a wrong digest
