@@ -15,7 +15,7 @@ from effuse.router import request_states
 INTRODUCTION = """\
 # States
 
-Written by `make states` from the tables in the code. An arrow says `event / what is done then`; an
+Written by `make states` from the tables in the code. An arrow is labelled `event / actions`; an
 event that has no arrow in a state is an error there.
 """
 
@@ -49,20 +49,20 @@ MACHINES = (
         pool.TRANSITIONS,
     ),
     Machine(
-        "A handoff, as the receiver sees it",
+        "A handoff at the receiver",
         "One reservation of a decode worker, `kvtransfer/handoff.py`.",
         handoff.ReceiverState.RESERVED,
         handoff.RECEIVER,
     ),
     Machine(
-        "A handoff, as the sender sees it",
+        "A handoff at the sender",
         "One prompt of a prefill worker, `kvtransfer/handoff.py`.",
         handoff.SenderState.COMPUTING,
         handoff.SENDER,
     ),
     Machine(
         "A lease",
-        "A worker's place in Redis as the worker sees it, `placement/leases.py`.",
+        "A worker's lease in Redis, in the worker's own view, `placement/leases.py`.",
         lease.LeaseState.ABSENT,
         lease.TRANSITIONS,
     ),

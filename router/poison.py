@@ -45,16 +45,16 @@ REFUSED_S: Final = 600.0
 """How long a request that engines died of is refused."""
 
 MOST_KEPT: Final = 1024
-"""Requests that engines died under, requests that are refused, and engines that were killed or
+"""Requests that engines died running, requests that are refused, and engines that were killed or
 hung; the oldest is forgotten."""
 
 
 class Treatment(Enum):
     """How a request is run."""
 
-    SHARED = "shared"  # beside others
-    ALONE = "alone"  # its next engine runs nothing else meanwhile
-    REFUSED = "refused"
+    SHARED = "runs beside others"
+    ALONE = "now runs alone"  # its next engine runs nothing else meanwhile
+    REFUSED = "is refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class PoisonGuard:
         treatment = self.verdicts.add_death(request.digest, death)
         if treatment is not Treatment.SHARED:
             name, digest = request.name, request.digest
-            LOG.warning("engines die under request %s: %s is %s", name, digest, treatment.value)
+            LOG.warning("engines died running request %s: %s %s", name, digest, treatment.value)
 
     def note_survival(self, request: Request) -> None:
         """The request has written tokens: others may join one that ran without them."""
