@@ -179,7 +179,7 @@ def _own_parser() -> argparse.ArgumentParser:
         help="how KV pages move; auto is nixl if it works, else zmq")  # fmt: skip
     add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
     add("--adapter", type=directory, metavar="DIR", help="LoRA adapter, merged into the weights")
-    add("--host", default=LOOPBACK, help="the routers' address; others stay on loopback")
+    add("--host", default=LOOPBACK, help="the routers' address; other sockets stay on loopback")
     add("--port", type=whole(0, 65535), default=50051,
         help="the routers' port; 0 takes a free one")  # fmt: skip
     add("--redis-url", type=redis_url, metavar="URL",
@@ -199,7 +199,7 @@ def _own_parser() -> argparse.ArgumentParser:
     add_config_flag(parser)
     group = parser.add_argument_group(
         "GPUs, by number or id as for CUDA_VISIBLE_DEVICES",
-        "Each worker gets its own, as many as its tensor-parallel size times its stages.",
+        "Each worker gets its own, as many as its tensor-parallel size times its pipeline stages.",
     )
     add = group.add_argument
     add("--gpus", type=gpu_list, metavar="0,1,..",

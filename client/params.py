@@ -66,7 +66,7 @@ class AnswerSettings:
     """The model that answers, how often, and the parts of its answer."""
 
     model: str | None = _setting(
-        "NAME", "model to ask for, if the fleet serves several (default: the only one)"
+        "NAME", "model to use, if the fleet serves several (default: the only one)"
     )
     n: int | None = _setting("N", "answers to each prompt (default: 1)")
     logprobs: int | None = _setting(

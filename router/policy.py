@@ -246,8 +246,8 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
     found = moves or "has not been measured yet"
     others = f" ({len(refused)} links are refused, this is the fastest)" if refused[1:] else ""
     return (
-        f"the link {prefill.worker_id} to {decode.worker_id} {found}, but --min-handoff-gbps is "
-        f"{prefill.min_handoff_gbps:.10g}{others}"
+        f"the link from {prefill.worker_id} to {decode.worker_id} {found}, but --min-handoff-gbps "
+        f"is {prefill.min_handoff_gbps:.10g}{others}"
     )
 
 

@@ -157,7 +157,7 @@ def _is_told_where_prefill_is_remote(fleet: Fleet) -> None:
         client.generate(pb.GenerateRequest(prompt=PROMPT))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert re.fullmatch(
-        r"the link prefill-0 to decode-0 \(zmq over tcp\) moves \S+ GB/s, "
+        r"the link from prefill-0 to decode-0 \(zmq over tcp\) moves \S+ GB/s, "
         r"but --min-handoff-gbps is 1000000",
         caught.value.details() or "",
     )

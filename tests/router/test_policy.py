@@ -277,11 +277,11 @@ def test_the_fastest_of_refused_links_is_named_with_its_rate_and_the_flag() -> N
         linked("p0", {"d0": 1.25, "d1": 0.5}),
     ]
     assert why_refused(workers, "fake") == (
-        "the link p0 to d0 (tcp) moves 1.25 GB/s, but --min-handoff-gbps is 2 "
+        "the link from p0 to d0 (tcp) moves 1.25 GB/s, but --min-handoff-gbps is 2 "
         "(2 links are refused, this is the fastest)"
     )
     assert why_refused([candidate(worker("d0")), linked("p0", {})], "fake") == (
-        "the link p0 to d0 has not been measured yet, but --min-handoff-gbps is 2"
+        "the link from p0 to d0 has not been measured yet, but --min-handoff-gbps is 2"
     )
     assert why_refused([candidate(worker("d0")), linked("p0", {"d0": 2.0})], "fake") == ""
     assert why_refused(workers, "another model") == ""
@@ -300,7 +300,7 @@ def test_pages_go_only_where_they_are_taken_the_same_way() -> None:
     )
     slow = linked("p1", {"d0": 1.25})
     assert why_refused([zmq, nixl, slow], "fake") == (
-        "the link p1 to d0 (tcp) moves 1.25 GB/s, but --min-handoff-gbps is 2 "
+        "the link from p1 to d0 (tcp) moves 1.25 GB/s, but --min-handoff-gbps is 2 "
         "(2 links are refused, this is the fastest)"
     )
 

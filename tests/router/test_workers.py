@@ -114,7 +114,7 @@ def test_where_prefill_is_remote_a_refused_link_is_named_with_its_rate_and_the_f
         await fleet.announce()
         error = await failure(ask(fleet))
         assert type(error) is errors.Unavailable
-        text = "the link p0 to d0 (cuda_ipc) moves 1.5 GB/s, but --min-handoff-gbps is 2"
+        text = "the link from p0 to d0 (cuda_ipc) moves 1.5 GB/s, but --min-handoff-gbps is 2"
         assert error.message == text
         assert error.retry_after_s is not None
         assert not fleet.prefill[0].served
