@@ -32,9 +32,10 @@ def refusing(url: str, refusal: str) -> Iterator[None]:
     name, password = _ADMIN
     admin: Any = redis.Redis.from_url(url, username=name, password=password)
     settings = {"full": ("maxmemory", "1"), "few replicas": ("min-replicas-to-write", "1")}
-    denied, granted = ("resetpass", ">new"), ("nopass",)
+    denied: tuple[str, ...] = ("resetpass", ">new")
+    granted = "nopass"
     if refusal == "no rights":
-        denied, granted = ("-@all", "+ping", "+auth", "+hello"), ("+@all",)
+        denied, granted = ("-@all", "+ping", "+auth", "+hello"), "+@all"
     if refusal in settings:
         setting, value = settings[refusal]
         admin.config_set(setting, value)
@@ -54,7 +55,7 @@ def refusing(url: str, refusal: str) -> Iterator[None]:
         elif refusal == "read-only":
             admin.execute_command("REPLICAOF", "NO", "ONE")
         else:
-            admin.execute_command("ACL", "SETUSER", "default", *granted)
+            admin.execute_command("ACL", "SETUSER", "default", granted)
         admin.close()
 
 
