@@ -135,7 +135,7 @@ class Router:
         counter("requests_shed", text, lambda: admission.num_shed)
         counter("retries", "Retries after losses", lambda: self.budget.num_taken)
         counter("aborts", "Attempts ended on workers", lambda: cleanup.num_aborts)
-        text = "Calls that were ended at shutdown"
+        text = "Calls to workers cut off because they did not end in time"
         counter("calls_ended_late", text, lambda: cleanup.num_late)
         text = "Placements that were not written"
         counter("placements_dropped", text, lambda: placements.dropped)
