@@ -158,7 +158,8 @@ class ZmqListener:
         queued: int,
         keys: CurveKeys | None = None,
     ) -> None:
-        """keys: only encrypted connections of their owners are accepted; None accepts all."""
+        """keys: only encrypted connections of their owners are accepted; None accepts all. Raises
+        zmq.ZMQError if it cannot listen."""
         self.socket = context.socket(zmq.ROUTER)
         if keys is not None:
             keys.serve(self.socket)
@@ -169,12 +170,16 @@ class ZmqListener:
         self._num_added = 0 if keys is None else FRAME_BYTES
         self.socket.setsockopt(zmq.MAXMSGSIZE, message_bytes + self._num_added)
         self.monitor = self.socket.get_monitor_socket(_LISTENER_EVENTS)
-        self.socket.setsockopt(zmq.IPV6, "[" in bind)
-        self.socket.bind(bind)
-        self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._most_waiting = (queued + 1) * message_bytes + SLACK_BYTES
         self._connections: dict[int, Connection] = {}  # by ZMQ's descriptor
         self._drops = False  # the rest of a message that has too many frames
+        self.socket.setsockopt(zmq.IPV6, "[" in bind)
+        try:
+            self.socket.bind(bind)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def close(self) -> None:
         """Closes the socket; queued messages are dropped."""

@@ -93,7 +93,7 @@ class LeaderLink(AsyncSocket):
         try:
             message: ToNode = TO_NODE.decode(received)
             return message
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             LOG.warning("ignored an invalid message from the leader: %s", error)
             return None
 

@@ -24,6 +24,7 @@ from effuse.worker.config import Connector, WorkerConfig, to_json
 
 BEAT_S: Final = 0.5
 """Time between two signs of life."""
+_MOST_SHOWN: Final = 200  # characters
 STARTING: Final = 10
 """Times as long an end may be silent while the engine starts, when all processors are busy."""
 
@@ -132,9 +133,15 @@ def difference(own: Mapping[str, str], other: Mapping[str, str], node: int) -> s
     for name in sorted(own.keys() | other.keys(), key=lambda one: (one != "version", one)):
         here, there = (one.get(name, "not known") for one in (own, other))
         if here != there:
-            what = f"the digest of {name}'s configuration" if name in _DIGESTED else name
-            return f"{what} is {here} on node 0 and {there} on node {node}"
+            what = f"the digest of {name}'s configuration" if name in _DIGESTED else _cut(name)
+            return f"{what} is {here} on node 0 and {_cut(there)} on node {node}"
     return None
+
+
+def _cut(given: str) -> str:
+    """Text of another host, as a line of a log can hold it."""
+    is_plain = given.isprintable() and len(given) <= _MOST_SHOWN
+    return given if is_plain else f"{given[:_MOST_SHOWN]!a}..."
 
 
 _DIGESTED: Final = ("--model", "--adapter")

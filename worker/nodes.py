@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import zmq
 
 from effuse.config.access import host_and_port
 from effuse.kvtransfer.interfaces import interface_towards
-from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys
+from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys, ZmqListener
 from effuse.models.shared_meeting import SharedMeeting
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig
@@ -37,6 +37,7 @@ from effuse.worker.node_messages import (
     Joining,
     JoinRefused,
     LeaderBeat,
+    NodeBeat,
     RankGone,
     RankStopped,
     Stale,
@@ -50,10 +51,13 @@ from effuse.worker.watchdog import PeerSilence
 
 LOG = logging.getLogger(__name__)
 
+_Made = TypeVar("_Made")
 LOOK_S: Final = 0.25
 _BIND_S: Final = 5.0  # for the leader before this one to end
 _STORE_S: Final = 60.0
 _MOST_BYTES: Final = 1 << 16  # of a host's message
+_QUEUED: Final = 16  # messages of one host that wait for a turn
+_LOG_S: Final = 1.0  # between two lines about messages that are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +102,15 @@ class Roll:
         """The answer to a message, and its report."""
         if isinstance(message, Joining):
             return self._join(sender, message, now), None
-        member = next((one for one in self.members.values() if one.sender == sender), None)
-        if member is None or message.incarnation != self.incarnation:
+        own = {node: one for node, one in self.members.items() if one.sender == sender}
+        if not own or message.incarnation != self.incarnation:
             return Stale(self.incarnation), None
-        member.silence.heard_at = now
-        return None, message if isinstance(message, RankGone | RankStopped) else None
+        for member in own.values():
+            member.silence.heard_at = now
+        if isinstance(message, NodeBeat):
+            return None, None
+        is_theirs = any(message.rank in self.welcomes[node].commands for node in own)
+        return None, message if is_theirs else None
 
     def look(self, now: float) -> list[NodeLost]:
         """The members that were silent for too long."""
@@ -175,10 +183,8 @@ class Nodes:
             meeting=meeting,
             interface=interface_towards(master, config.master_port),
         )
-        own = self._context(control_keys(config))
-        self._control = own(zmq.ROUTER, host, config.master_port)
-        self._control.set(zmq.MAXMSGSIZE, _MOST_BYTES)
-        keyed = self._context(CurveKeys.of(seed))
+        self._control = self._listener(control_keys(config), host, config.master_port)
+        keyed = self._listening(CurveKeys.of(seed))
         self.answers = keyed(zmq.PULL, host, 0)
         each = config.ranks_per_node
         self.commands = {rank: keyed(zmq.PAIR, host, 0) for rank in range(each, config.num_ranks)}
@@ -211,6 +217,7 @@ class Nodes:
             welcomes=welcomes,
         )
         self._beat_at = self._now()
+        self._refusals = _Refusals()
 
     def meeting(self) -> SharedMeeting:
         """That of this host."""
@@ -218,12 +225,12 @@ class Nodes:
 
     def sources(self) -> Sequence[zmq.Socket[bytes]]:
         """Sockets that are readable while there is something to do."""
-        return (self._control, self.answers, *self._monitors.values())
+        return (self._control.socket, self.answers, *self._monitors.values())
 
     def turn(self) -> list[Event]:
-        """Answers nodes, sends heartbeats, and returns reports and losses."""
+        """Answers nodes, within a bound, sends heartbeats, and returns reports and losses."""
         now, events = self._now(), list[Event]()
-        for sender, message in self._messages():
+        for sender, message in self._messages(now):
             is_new = len(self.roll.missing)
             answer, event = self.roll.take(sender, message, now)
             if answer is not None:
@@ -231,7 +238,7 @@ class Nodes:
             if event is not None:
                 events.append(event)
             if isinstance(answer, JoinRefused):
-                LOG.warning("refused a host: %s", answer.message)
+                self._refusals.log(answer.message, now)
             elif len(self.roll.missing) < is_new:
                 LOG.info("a host has joined; still missing: %s", self.roll.missing or "none")
         if now - self._beat_at >= BEAT_S:
@@ -255,24 +262,43 @@ class Nodes:
             one.disable_monitor()
         self._stack.close()
 
-    def _messages(self) -> Iterator[tuple[bytes, FromNode]]:
-        while self._control.poll(0):
-            sender, *frames = self._control.recv_multipart()
+    def _messages(self, now: float) -> Iterator[tuple[bytes, FromNode]]:
+        for received in self._control.receive():
+            frames = received.frames
             try:
-                yield sender, FROM_NODE.decode(b"".join(frames))
-            except msgspec.DecodeError as error:
-                LOG.warning("ignored an invalid message from a node: %s", error)
+                if len(frames) != 1:
+                    raise msgspec.DecodeError(f"expected one frame, got {len(frames)}")
+                yield received.sender, FROM_NODE.decode(frames[0].buffer)
+            except (msgspec.DecodeError, RecursionError) as error:
+                self._refusals.log(f"no host sends such a message: {error}", now)
 
     def _send(self, sender: bytes, message: ToNode) -> None:
         with contextlib.suppress(zmq.Again):  # it is gone
-            self._control.send_multipart([sender, ENCODER.encode(message)], zmq.NOBLOCK)
+            self._control.answer(sender, ENCODER.encode(message))
 
-    def _context(self, keys: CurveKeys | None) -> Callable[[int, str, int], zmq.Socket[bytes]]:
-        """Makes listening sockets of one context, for owners of these keys."""
-        context = zmq.Context()
+    def _context(self, keys: CurveKeys | None) -> zmq.Context[zmq.Socket[bytes]]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stack.callback(context.term)
         if keys is not None:
             self._stack.enter_context(keys.admitting(context))
+        return context
+
+    def _listener(self, keys: CurveKeys | None, host: str, port: int) -> ZmqListener:
+        """Bounds all that a host can send, because without keys anyone may connect."""
+        context, endpoint = self._context(keys), _endpoint(host, port)
+
+        def listen() -> ZmqListener:
+            return ZmqListener(
+                context, endpoint, message_bytes=_MOST_BYTES, queued=_QUEUED, keys=keys
+            )
+
+        made = _bound(endpoint, listen)
+        self._stack.callback(made.close)
+        return made
+
+    def _listening(self, keys: CurveKeys) -> Callable[[int, str, int], zmq.Socket[bytes]]:
+        """Makes listening sockets of one context, for owners of these keys."""
+        context = self._context(keys)
 
         def listening(kind: int, host: str, port: int) -> zmq.Socket[bytes]:
             made = context.socket(kind)
@@ -280,25 +306,43 @@ class Nodes:
             for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
                 made.set(option, 0)
             made.set(zmq.IPV6, int(_family(host) == socket.AF_INET6))
-            if keys is not None:
-                keys.serve(made)
-            _bind(made, f"tcp://{host_and_port(_numeric(host), port)}")
+            keys.serve(made)
+            endpoint = _endpoint(host, port)
+            _bound(endpoint, lambda: made.bind(endpoint))
             return made
 
         return listening
 
 
-def _bind(made: zmq.Socket[bytes], endpoint: str) -> None:
+@dataclass(slots=True)
+class _Refusals:
+    """Logs refused messages, but at most one line in `_LOG_S`: any number may come."""
+
+    logged_at: float = float("-inf")
+    num_left_out: int = 0
+
+    def log(self, why: str, now: float) -> None:
+        if now - self.logged_at < _LOG_S:
+            self.num_left_out += 1
+            return
+        more = f" (and {self.num_left_out} others)" if self.num_left_out else ""
+        self.logged_at, self.num_left_out = now, 0
+        LOG.warning("refused a host: %s%s", why, more)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"tcp://{host_and_port(_numeric(host), port)}"
+
+
+def _bound(endpoint: str, bind: Callable[[], _Made]) -> _Made:
     until = time.monotonic() + _BIND_S
     while True:
         try:
-            made.bind(endpoint)
+            return bind()
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE or time.monotonic() > until:
                 raise OSError(f"--master-port: cannot listen at {endpoint}: {error}") from error
             time.sleep(0.1)
-        else:
-            return
 
 
 def _port(made: zmq.Socket[bytes]) -> int:

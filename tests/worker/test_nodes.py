@@ -89,6 +89,16 @@ def test_a_node_of_another_incarnation_is_refused() -> None:
     for late in (NodeBeat("i0"), RankGone("i0", 1, -9), RankStopped("i0", 1)):
         assert group.take(b"a", late, 0.0) == (Stale("i1"), None)
     assert group.take(b"b", RankGone("i1", 1, -9), 0.0) == (Stale("i1"), None), "a stranger"
+    for rank in (0, 2, 999, -1):  # of the leader, of another node, of none
+        for event in (RankGone("i1", rank, 1), RankStopped("i1", rank)):
+            assert group.take(b"a", event, 0.0) == (None, None)
+
+
+def test_a_refusal_shows_little_of_a_strange_setting() -> None:
+    for strange in ("x" * 60_000, "a\nb"):
+        for settings in ({"version": strange}, {**SETTINGS, strange: "1"}):
+            assert (told := difference(SETTINGS, settings, 1)) is not None
+            assert len(told) < 500 and told.isprintable()
 
 
 def test_a_silent_node_is_lost_and_a_beat_or_our_own_pause_excuses_it() -> None:
@@ -272,8 +282,10 @@ def test_a_message_that_no_host_sends_changes_nothing(tmp_path: Path) -> None:
     ):
         stranger.set(zmq.LINGER, 0)
         stranger.connect(f"tcp://127.0.0.1:{own.master_port}")
-        for data in (b"", b"\xc1", ENCODER.encode({"type": "Joining"}), b"\x80"):
+        deep = b"\x82\xa1a" + b"\x91" * 60_000
+        for data in (b"", b"\xc1", ENCODER.encode({"type": "Joining"}), b"\x80", deep):
             stranger.send(data)
+        stranger.send_multipart([ENCODER.encode(NodeBeat("i1")), b"more"])
         stranger.send(ENCODER.encode(NodeBeat("i1")))
         for _ in range(100):
             nodes.turn()
