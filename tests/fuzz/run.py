@@ -12,6 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from fuzz.engines import ORDERS, FrontSurface
+from fuzz.hosts import HostsSurface
+from fuzz.http_api import HttpSurface
+from fuzz.pages import PagesSurface
 from fuzz.records import RecordSurface
 from fuzz.services import FLEETS, RouterSurface
 from fuzz.surface import Report, Surface, feed
@@ -19,8 +22,8 @@ from fuzz.transfers import HandshakeSurface, NixlSurface, ZmqSurface
 
 SURFACES: Sequence[Surface] = (
     *(RecordSurface(), FrontSurface(), *ORDERS),
-    *(ZmqSurface(), HandshakeSurface(), NixlSurface()),
-    *(RouterSurface(), *FLEETS),
+    *(ZmqSurface(), HandshakeSurface(), NixlSurface(), HostsSurface()),
+    *(RouterSurface(), HttpSurface(), PagesSurface(), *FLEETS),
 )
 
 

@@ -4,6 +4,7 @@ that are planted to be found. Fleets of processes have `tests/e2e/test_bad_input
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +24,12 @@ from effuse.kvtransfer import zmq_sockets, zmq_transport
 from effuse.placement import records
 from effuse.protos import gate
 from effuse.protos.errors import DeadlineExceeded
+from effuse.router import openai_api
 from effuse.router.metrics import Monitor
 from effuse.router.shared_request import KnownRequests
 from effuse.worker import supervisor
+from effuse.worker.node_messages import FromNode, RankGone, RankStopped, ToNode
+from effuse.worker.nodes import Event, Roll
 
 INNER = {one.name: one for one in SURFACES if one not in FLEETS}
 COUNT = 250  # of each surface
@@ -77,6 +81,16 @@ def descriptor_of(frames: list[Any]) -> int:
     return found
 
 
+TAKE = Roll.take
+
+
+def take_any(
+    roll: Roll, sender: bytes, message: FromNode, now: float
+) -> tuple[ToNode | None, Event | None]:
+    answer, _ = TAKE(roll, sender, message, now)
+    return answer, message if isinstance(message, RankGone | RankStopped) else None
+
+
 class Other(Exception):
     """Is never raised."""
 
@@ -99,6 +113,12 @@ BUGS: dict[str, tuple[str, Any, str]] = {
     ),
     "what is no transfer message": (
         "ZMQ frames", patch.object(zmq_transport, "MalformedMessage", Other), "MalformedMessage"
+    ),
+    "bodies that are no JSON": (
+        "OpenAI's API", patch.object(openai_api, "parse_body", json.loads), "a failure of ours"
+    ),
+    "ranks of another host": (
+        "hosts of a group", patch.object(Roll, "take", take_any), "a report of rank"
     ),
     "peers of before": (
         "ZMQ and CURVE handshakes",
