@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from effuse.cli.arguments import command, file, number, seconds, whole
+from effuse.config.checks import UNREADABLE
 from effuse.config.flags import BadInput
 
 _NS = 1e-9
@@ -82,7 +83,7 @@ def read(path: Path) -> GhzReport:
         return msgspec.json.decode(path.read_bytes(), type=GhzReport)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadInput(f"{path}: expected a ghz report in JSON: {error}") from error
 
 

@@ -25,6 +25,7 @@ from effuse.cli.arguments import (
     text,
     whole,
 )
+from effuse.config.checks import UNREADABLE
 from effuse.config.flags import CommandError
 from effuse.placement.records import U32
 from effuse.protos.channels import fields_of
@@ -109,7 +110,7 @@ def read_sheets(path: Path) -> list[Sheet]:
     that names the file and the bad field."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Sheet | list[Sheet])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise CommandError(f"{path}: {error}") from error
     return [replace(one, lines=()) for one in (found if isinstance(found, list) else [found])]
 

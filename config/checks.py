@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Final, Self
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
+
 from effuse.config.flags import flag_of
 
 MODEL_NAME_FORM: Final = "1 to 256 characters of A-Z a-z 0-9 . _ : / + @ -, without '..' or '//'"
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+@-]{0,255}")
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec's decoders: its own, a string that is not UTF-8, values nested too deeply."""
 
 
 def whole(name: str, value: int | None, least: int, most: int | None = None) -> None:

@@ -15,6 +15,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from effuse.config.checks import UNREADABLE
+
 MAX_PAGES = 1 << 16
 MAX_POOL_PAGES = 1 << 24
 MAX_PAGE_BYTES = 1 << 28
@@ -390,5 +392,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: 
     try:
         return decoder.decode(data)
     # the last one: deep nesting
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"not a valid message: {error}") from error

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 import msgspec
 from msgspec import Meta
 
+from effuse.config.checks import UNREADABLE
 from effuse.config.decoding import DecodingDefaults
 
 Kind = Literal["prefill", "decode"]  # of work
@@ -340,8 +341,6 @@ class PrefixNews(NamedTuple):
 
 
 Record = TypeVar("Record", WorkerRecord, PlacementRecord, RouterRecord, PrefixNotes)
-# msgspec's own error, a string that is not UTF-8, or values nested too deeply.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class MalformedRecord(ValueError):
@@ -357,7 +356,7 @@ def decode(value: bytes, schema: type[Record], name: str) -> Record:
     """Reads a stored form; raises `MalformedRecord` with `name` and the bad field."""
     try:
         return msgspec.json.decode(value, type=schema)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedRecord(f"{name}: {error}") from error
 
 
@@ -391,7 +390,7 @@ class _StoredRecord(WorkerRecord, frozen=True, kw_only=True):
 def _decode_part(value: bytes, schema: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(value, type=schema)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedRecord(f"worker record: {error} of its {name}") from error
 
 

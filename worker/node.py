@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from effuse.config.access import host_and_port
+from effuse.config.checks import UNREADABLE
 from effuse.kvtransfer.interfaces import interface_towards
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess
@@ -93,7 +94,7 @@ class LeaderLink(AsyncSocket):
         try:
             message: ToNode = TO_NODE.decode(received)
             return message
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             LOG.warning("ignored an invalid message from the leader: %s", error)
             return None
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import zmq
 
 from effuse.config.access import host_and_port
+from effuse.config.checks import UNREADABLE
 from effuse.kvtransfer.interfaces import interface_towards
 from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys, ZmqListener
 from effuse.models.shared_meeting import SharedMeeting
@@ -269,7 +270,7 @@ class Nodes:
                 if len(frames) != 1:
                     raise msgspec.DecodeError(f"expected one frame, got {len(frames)}")
                 yield received.sender, FROM_NODE.decode(frames[0].buffer)
-            except (msgspec.DecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 self._refusals.log(f"no host sends such a message: {error}", now)
 
     def _send(self, sender: bytes, message: ToNode) -> None:

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from effuse.config.checks import UNREADABLE
 from effuse.placement.records import Capacity, Load
 from effuse.protos import errors
 from effuse.telemetry import logs
@@ -59,7 +60,6 @@ _KILL_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.2  # for the connection of an ended engine to end
 _HANDED_ON_S = 0.01  # for messages in the library, once the connection has ended
 _LONG_S = 1.0  # of compiling that is worth a line
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _STOP_GRACE_S = 5.0
 _MOST_ENDED = 1024
 _ENDINGS = {-signal.SIGKILL: "killed", **{code: how for how, code in BROKEN_STATUS.items()}}
@@ -147,7 +147,7 @@ class EngineClient:
             return []
         try:
             return self._decoder.decode(received)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineGone(f"the engine sent an invalid message: {error}") from error
 
     async def stop(self, grace_s: float) -> None:
