@@ -97,11 +97,8 @@ def make_part(
     model.group.map_peers(model.config.hidden_size, model.dtype)
     layout, device = _layout(config, model), model.device
     num_pages = _num_pages(config, model, layout, max_model_len)
-    memory = (
-        PageMemory(layout, num_pages, device)
-        if ranks is None or model.replicas is not None
-        else GroupMemory(layout, num_pages, device, ranks)
-    )
+    shared_by = ranks if model.replicas is None else None
+    memory = _page_memory(layout, num_pages, device, shared_by)
     # Only a worker that pushes needs to know which layers are stored.
     held = len(layout.layers), len(layout.groups)
     marks = LayerMarks(*held, device) if role != "decode" else None
@@ -120,6 +117,19 @@ def make_part(
         max_model_len=max_model_len,
         host=_host_pages(config, model.config, memory, host_fd),
     )
+
+
+def _page_memory(
+    layout: KVLayout, num_pages: int, device: torch.device, ranks: Ranks | None
+) -> PageMemory:
+    """Raises ValueError if the host has no memory for so many pages."""
+    try:
+        if ranks is None:
+            return PageMemory(layout, num_pages, device)
+        return GroupMemory(layout, num_pages, device, ranks)
+    except (OSError, OverflowError) as error:
+        told = f"--num-pages: {num_pages} pages of {layout.page_bytes} bytes: {error}"
+        raise ValueError(told) from error
 
 
 def _host_pages(
@@ -143,7 +153,7 @@ def _host_pages(
         )
     try:
         return HostPages(memory, num_slots, is_shared=is_shared, descriptor=descriptor)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ValueError(f"--kv-offloading-size {size:g}: {error}") from error
 
 

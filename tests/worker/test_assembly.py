@@ -128,6 +128,7 @@ def test_pages_that_ranks_write_for_a_cut_context_are_limited_too() -> None:
             "--kv-offloading-size: expected room for 2 pages of ",
         ),
         ({"kv_offloading_size": 1e6}, "--kv-offloading-size 1e.06: .*memory"),
+        ({"kv_offloading_size": 1e30}, "--kv-offloading-size 1e.30: .*too large"),
         ({"kv_offloading_dir": Path("/dev/null/kv")}, "--kv-offloading-dir: .*Not a directory"),
     ],
 )
@@ -140,6 +141,14 @@ def test_places_for_kept_kv_that_cannot_be_are_refused(
     )
     with pytest.raises(ValueError, match=told):
         assemble(config, "life-1", "decode", None, Pulse())
+
+
+def test_a_pool_for_which_the_machine_has_no_memory_is_refused_by_its_flag(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar")
+    for page_size in (1 << 30, 1 << 60):
+        config = WorkerConfig(model=path, device="cpu", num_pages=1 << 20, page_size=page_size)
+        with pytest.raises(ValueError, match=r"--num-pages: 1048576 pages of \d+ bytes: "):
+            assemble(config, "life-1", "decode", None, Pulse())
 
 
 def test_a_missing_package_is_refused_before_anything_is_loaded(
