@@ -266,5 +266,5 @@ def test_the_notes_name_what_was_installed(tmp_path: Path) -> None:
     (found,) = [one for one in yaml.safe_load_all(done.stdout) if one and one["kind"] == "Notes"]
     text = found["text"]
     assert "--namespace night port-forward service/blue-effuse-router 50051 8000" in text
-    assert "the fleet night serves weights" in text
+    assert "the fleet night serves Org/M-1" in text
     assert "--token-file" in text and "https://localhost:8000" in text
