@@ -50,8 +50,9 @@ SMALL := (bfloat16 and ((mask and (ragged or split_context or page_64) and not r
   or (test_rows and 192) or (test_rotary and 64) or heads_and_pages or store_then_load \
   or (sampling_equals and top_p_and_top_k))) or last_rows or 160-4 or (late_pages and cuda)
 # For `make k8s-try`: a folder of k8s/overlays, or chart; BUILD="docker build -t" builds the images first, on the
-# base image BASE.
+# base image BASE. For `make k8s-faults`: what happens in turns, as ROLE:HOW.
 OVERLAY ?= 1p1d
+FAULTS ?= decode:delete decode:evict decode:kill
 BUILD ?=
 BASE ?=
 
@@ -176,6 +177,11 @@ k8s-try: $(VENV)/.effuse ## Deploy OVERLAY (1p1d, or chart) on the cluster of KU
 k8s-scale: $(VENV)/.effuse ## Double and halve the load of a scaled pool on the cluster of KUBECONFIG, whose images are there
 	kubectl="$$(.ci/tool kubectl)"
 	PYTHONPATH=k8s $(BIN)/python k8s/scaling.py "$$kubectl"
+
+.PHONY: k8s-faults
+k8s-faults: $(VENV)/.effuse ## Send requests while FAULTS=decode:delete meet OVERLAY on the cluster of KUBECONFIG, whose images are there
+	kubectl="$$(.ci/tool kubectl)"
+	PYTHONPATH=k8s $(BIN)/python k8s/faults.py --kubectl "$$kubectl" --overlay "$(OVERLAY)" $(FAULTS)
 
 .PHONY: wheel
 wheel: $(VENV)/.dev ## Build the wheel and the source distribution into dist/
