@@ -79,11 +79,12 @@ class FleetConfig(Members):
         Members.__post_init__(self)
         if self.routers > 1 and value_of(self.router_flags, "--metrics-port") not in (None, "0"):
             raise ValueError("--metrics-port: expected 0 with several routers on one machine")
-        if self.redis_url is None and value_of(self.router_flags, "--redis-credentials"):
-            raise ValueError(
-                "--redis-credentials: expected with --redis-url; the embedded Redis has "
-                "credentials of its own"
-            )
+        for flag in ("--redis-credentials", "--sentinel-credentials", "--redis-ca"):
+            if self.redis_url is None and value_of(self.router_flags, flag):
+                raise ValueError(
+                    f"{flag}: expected with --redis-url; the embedded Redis has credentials of its "
+                    "own, and no TLS"
+                )
         if self.prefill_flags and not self.prefill and not self.workers:
             raise ValueError(
                 f"{self.prefill_flags[0]}: expected a prefill worker, but the fleet has none"

@@ -160,8 +160,9 @@ def test_a_redis_that_refuses_is_not_waited_for(
 
 def test_credentials_for_a_redis_of_its_own_are_refused() -> None:
     """It has its own user, and refuses another one's password."""
-    with pytest.raises(ValueError, match="--redis-credentials: expected with --redis-url"):
-        FleetConfig(router_flags=("--redis-credentials", "file"))
+    for flag in ("--redis-credentials", "--sentinel-credentials", "--redis-ca"):
+        with pytest.raises(ValueError, match=f"{flag}: expected with --redis-url"):
+            FleetConfig(router_flags=(flag, "file"))
 
 
 def test_a_number_of_a_database_that_it_lacks_is_not_waited_for(
