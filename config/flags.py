@@ -292,7 +292,7 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
 
 
 def from_python(config: type[Config], values: Mapping[str, object]) -> dict[str, Any]:
-    """Values of fields that Python code has set, in the types of these fields: a text becomes a
+    """Values of fields that Python code has set, in the types of these fields: a string becomes a
     path, for example. Raises TypeError for a value of another type and ValueError for one that is
     no choice; both name field and form.
     """
@@ -320,7 +320,7 @@ _FROM_PYTHON: Final[Mapping[type, tuple[Any, str, Callable[[Any], object]]]] = {
     bool: (bool, "True or False", bool),
     int: (SupportsIndex, "a whole number", index),
     float: ((int, float, SupportsIndex), "a number", float),
-    str: (str, "a text", str),
+    str: (str, "a string", str),
     Path: ((str, PathLike), "a path", Path),
 }
 """By a field's type: the types that Python code may set, their form, and the conversion."""

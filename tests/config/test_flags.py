@@ -138,7 +138,7 @@ def test_values_from_python_get_the_types_of_their_fields() -> None:
 @pytest.mark.parametrize(
     ("name", "form", "others"),
     [
-        ("name", "a text", (3, b"x", None, Path("x"))),
+        ("name", "a string", (3, b"x", None, Path("x"))),
         ("count", "a whole number", ("8", 2.5, True, None, [8], float("nan"))),
         ("share", "a number", ("0.5", True, None, [0.5])),
         ("is_loud", "True or False", ("no", 0, 1, None)),
