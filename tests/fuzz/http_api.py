@@ -7,17 +7,20 @@ import contextlib
 import functools
 import json
 import random
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from fuzz.http_bodies import Drawn, drawn_call
+from fuzz.http_bodies import TOKEN, Drawn, drawn_call
 from fuzz.services import Misbehaved
 from fuzz.surface import Face, RanLate
 from router.fakes import FakeFleet, fake_fleet
 
 from effuse.protos.errors import REQUEST_ID_KEY
+from effuse.router.tenants import Tenant, line_of
 
 DEADLINE_S: Final = 60.0
 PIECE_S: Final = 0.02
@@ -183,7 +186,12 @@ class HttpSurface:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Face]:
-        async with fake_fleet(http_port=0, max_message_bytes=MOST_BODY) as fleet:
+        async with contextlib.AsyncExitStack() as stack:
+            home = stack.enter_context(tempfile.TemporaryDirectory(prefix="effuse-fuzz-"))
+            keys = Path(home) / "keys"
+            keys.write_text(f"{line_of(TOKEN, Tenant('team'))}\n")
+            opened = fake_fleet(http_port=0, max_message_bytes=MOST_BODY, keys=keys)
+            fleet = await stack.enter_async_context(opened)
             for worker in fleet.decode:
                 worker.others = [worker.answer] * 63  # whatever `n` is drawn
             yield InnerHttp(fleet)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from fuzz.drawing import TEXTS, Draw, bent, garbage, mutated
 
+TOKEN: Final = "a-token"
 Headers = list[tuple[bytes, bytes]]
 
 _CHAT: Final[list[dict[str, Any]]] = [
@@ -150,7 +151,11 @@ def _request(draw: Draw, *, is_last: bool, is_only: bool) -> tuple[bytes, bool]:
         if method == b"HEAD" and not is_only:  # its response has a length and no body
             method = b"GET"
         is_right = method not in (b"CONNECT", b"HEAD")
-    headers: Headers = [(b"Host", b"a"), (b"Content-Type", b"application/json")]
+    headers: Headers = [
+        (b"Host", b"a"),
+        (b"Content-Type", b"application/json"),
+        (b"Authorization", f"Bearer {TOKEN}".encode()),
+    ]
     if is_last:
         headers.append((b"Connection", b"close"))
     if draw.random() < 0.2:
