@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -85,13 +86,27 @@ def test_a_message_of_many_frames_ends_its_own_connection_alone(tmp_path: Path) 
             nodes.turn()
 
 
+def test_a_message_without_an_end_is_bounded(tmp_path: Path) -> None:
+    own = config(tmp_path, fleet_secret=None)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    frame = b"\x03" + (60_000).to_bytes(8, "big") + bytes(60_000)  # announces another one
+    address = ("127.0.0.1", own.master_port)
+    with leader(own) as nodes, socket.create_connection(address, 20) as stranger:
+        stranger.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        with pytest.raises(ConnectionError):
+            for _ in range(4000):
+                stranger.sendall(frame)
+                nodes.turn()
+
+
 def poll(nodes: Nodes) -> None:
     """Waits until a host's message can be read."""
     assert nodes.sources()[0].poll(20_000)
 
 
-def answers(socket: zmq.Socket[bytes]) -> list[ToNode]:
+def answers(host: zmq.Socket[bytes]) -> list[ToNode]:
     found = []
-    while socket.poll(0):
-        found.append(TO_NODE.decode(socket.recv()))
+    while host.poll(0):
+        found.append(TO_NODE.decode(host.recv()))
     return found
