@@ -119,7 +119,7 @@ def deployments(cluster: Cluster) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of `load.py`."""
+    """One request of `fault_load.py`."""
 
     target: str
     took_s: float
@@ -135,7 +135,7 @@ def client_pod(cluster: Cluster, requests: int, targets: Sequence[str]) -> Itera
     command = [cluster.kubectl, "--namespace", cluster.namespace, "exec", "--stdin", "client", "--"]
     command += ["/opt/effuse/bin/python", "-P", "-", str(requests), *targets]
     with (
-        (ROOT / "k8s/load.py").open() as script,
+        (ROOT / "k8s/fault_load.py").open() as script,
         subprocess.Popen(command, stdin=script, stdout=subprocess.PIPE, text=True) as load,
     ):
         assert load.stdout is not None

@@ -120,9 +120,13 @@ def test_tokens_equal_the_oracles_while_requests_are_preempted(served: Served) -
     decode = served.fleet.address_of("decode-0")
     earlier = load_of(decode).preemptions
     pairs = solid_jobs(served.architecture, served.preempted, seed=3, least_blocks=7)[:PREEMPTED]
-    answers = ask(served.fleet, [job for job, _ in pairs])
-    compare(pairs, answers)
-    preempted = sum(answer.stats.preemptions for answer in answers)
+    preempted = 0
+    for _ in range(5):  # on a busy machine prompts may be so late that answers do not meet
+        answers = ask(served.fleet, [job for job, _ in pairs])
+        compare(pairs, answers)
+        preempted += sum(answer.stats.preemptions for answer in answers)
+        if preempted:
+            break
     assert preempted > 0, "nobody was preempted"
     assert load_of(decode).preemptions == earlier + preempted
     wait_until(lambda: _has_all_pages(decode), "pages are left")

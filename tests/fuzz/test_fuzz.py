@@ -103,10 +103,10 @@ BUGS: dict[str, tuple[str, Any, str]] = {
         "router", patch.object(Monitor, "watching", watching_for_ever), "watchers: 0 were held"
     ),
     "records that are no JSON": (
-        "records in Redis", patch.object(records, "_UNREADABLE", ()), "msgspec"
+        "records in Redis", patch.object(records, "UNREADABLE", ()), "msgspec"
     ),
     "frames that are no message": (
-        "frames of engines", patch.object(supervisor, "_UNREADABLE", ()), "msgspec"
+        "frames of engines", patch.object(supervisor, "UNREADABLE", ()), "msgspec"
     ),
     "ids beyond the vocabulary": (
         "orders to decode engines", patch.object(Intake, "_check_ids", lambda *_: None), "INTERNAL"

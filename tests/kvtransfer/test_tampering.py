@@ -43,5 +43,6 @@ def seals_not_compared() -> Patch:
     ],
 )
 def test_without_a_check_it_is_served(bug: Callable[[], Patch], trick: Trick) -> None:
-    with bug(), pytest.raises(Served):
+    # Without their check, page numbers beyond the prompt may end the receiver instead.
+    with bug(), pytest.raises((Served, ValueError)):
         run("zmq", seed=2, count=MOST, tricks=[trick])

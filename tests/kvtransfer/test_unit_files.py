@@ -106,7 +106,7 @@ def test_cut_swapped_and_missing_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="shorter"):
             read(files, KEYS[0])
     paths[1].write_bytes(whole)
-    with pytest.raises(ValueError, match="seal"):
+    with pytest.raises(ValueError, match="digest is wrong"):
         read(files, KEYS[1])
     with pytest.raises(ValueError, match="expected 99 bytes of KV, got 100"):
         read(files, KEYS[2], 99)

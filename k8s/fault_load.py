@@ -1,4 +1,4 @@
-"""Requests of `make k8s-faults`, sent by a pod in the cluster: `python load.py REQUESTS TARGET..`.
+"""Requests of `make k8s-faults`, sent by a pod in the cluster: `fault_load.py REQUESTS TARGET..`.
 
 Each target is an address with a client of its own, which sends one fresh problem after the other.
 Each answer or failure is a line of JSON. This module runs in the workers' image and imports only
