@@ -66,7 +66,7 @@ def test_a_device_that_is_not_here_is_refused_before_anything_is_loaded(
         ({"max_num_seqs": 2.5}, "max_num_seqs: expected a whole number, got 2.5"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching: expected True or False"),
         ({"kv_offloading_size": None}, "kv_offloading_size: expected a number, got None"),
-        ({"served_model_name": 3}, "served_model_name: expected a text, got 3"),
+        ({"served_model_name": 3}, "served_model_name: expected a string, got 3"),
         ({"adapter": 3}, "adapter: expected a path, got 3"),
     ],
 )
