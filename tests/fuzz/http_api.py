@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fuzz.http_bodies import TOKEN, Drawn, drawn_call
-from fuzz.services import Misbehaved
+from fuzz.services import Misbehaved, held_by
 from fuzz.surface import Face, RanLate
 from router.fakes import FakeFleet, fake_fleet
 
@@ -171,12 +171,7 @@ class InnerHttp:
         await self._call(drawn, leaves=False)
 
     def held(self) -> Mapping[str, int]:
-        router = self.fleet.router
-        return {
-            "requests": router.requests.num_running,
-            "seats": router.admission.num_running,
-            "queue": router.admission.num_waiting,
-        }
+        return held_by(self.fleet.router)
 
 
 class HttpSurface:

@@ -38,6 +38,7 @@ from router.fakes import FakeFleet, fake_fleet
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
 from effuse.compat import kserve_pb2, vllm_engine_pb2
+from effuse.router.router import Router
 from effuse.v1 import generation_pb2, model_pb2, monitor_pb2, worker_pb2
 
 DEADLINE_S: Final = 120.0
@@ -167,6 +168,16 @@ def _shown(sent: list[bytes]) -> str:
     return " ".join(one[:400].hex() for one in sent)
 
 
+def held_by(router: Router) -> Mapping[str, int]:
+    """What requests and watchers of a router in this process hold."""
+    return {
+        "requests": router.requests.num_running,
+        "seats": router.admission.num_running,
+        "queue": router.admission.num_waiting,
+        "watchers": router.monitor.num_watchers,
+    }
+
+
 @dataclass
 class InnerRouter:
     """A router in this process, in front of fake workers."""
@@ -183,13 +194,7 @@ class InnerRouter:
         return outcome
 
     def held(self) -> Mapping[str, int]:
-        router = self.fleet.router
-        return {
-            "requests": router.requests.num_running,
-            "seats": router.admission.num_running,
-            "queue": router.admission.num_waiting,
-            "watchers": router.monitor.num_watchers,
-        }
+        return held_by(self.fleet.router)
 
 
 class RouterSurface:
