@@ -114,7 +114,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             stream.is_verified = isinstance(event, Verified)
             if stream.is_verified:
                 self._shell.attempts.close(stream.attempt)
-            await context.write(wire.told(pb.RehearseResponse, event))
+            await context.write(wire.response_of(pb.RehearseResponse, event))
 
     def _leave(self, stream: _DecodeCall) -> None:
         self._shell.leave(stream.attempt, lambda: self._end_writer(stream))
@@ -133,7 +133,7 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
 
     def _handle_event(self, stream: _DecodeCall, event: CoreEvent) -> pb.DecodeResponse:
         self._note(stream, event)
-        return wire.told(pb.DecodeResponse, event)
+        return wire.response_of(pb.DecodeResponse, event)
 
     def _note(self, stream: _DecodeCall, event: CoreEvent) -> None:
         metrics, now = self._shell.metrics, time.monotonic()

@@ -98,7 +98,7 @@ class PrefillServicer(pb_grpc.PrefillServiceServicer):
         while True:
             event = await stream.attempt.next_event()
             self._note(stream, event)
-            await context.write(wire.told(pb.PrefillResponse, event))
+            await context.write(wire.response_of(pb.PrefillResponse, event))
             if isinstance(event, PromptPushed):
                 return
 

@@ -93,7 +93,7 @@ def _shard(connector: str, message: pb.ReceivingShard) -> Shard:
     )
 
 
-def told(kind: type[Filled], event: CoreEvent) -> Filled:
+def response_of(kind: type[Filled], event: CoreEvent) -> Filled:
     """A message of this kind with an engine's event. Raises `Bug` for one that it cannot hold."""
     name = str(event.__struct_config__.tag)
     if name not in kind.DESCRIPTOR.fields_by_name:
