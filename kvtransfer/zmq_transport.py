@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from weakref import ref
 
 import zmq
 
@@ -72,7 +73,7 @@ class ZmqDelivery:
     peer: ZmqPeer
     header: Pages
     fetched: Fetched | None
-    tracker: zmq.MessageTracker | None = None  # whether ZMQ still reads the memory
+    sent: Sequence[ref[memoryview]] = ()  # what ZMQ holds as long as it reads the memory
     is_placed: bool = False
 
     def is_over(self) -> bool:
@@ -87,7 +88,7 @@ class ZmqDelivery:
     def _is_read(self) -> bool:
         """Whether ZMQ or a copy may still read the source."""
         is_fetched = self.fetched is None or self.fetched.is_over()
-        return not is_fetched or (self.tracker is not None and not self.tracker.done)
+        return not is_fetched or any(view() is not None for view in self.sent)
 
 
 class ZmqTransport(Transport):
@@ -220,7 +221,7 @@ class ZmqTransport(Transport):
 
     def _send(self, delivery: ZmqDelivery, frames: Sequence[memoryview]) -> None:
         header = delivery.header
-        delivery.tracker = delivery.peer.send(header, frames)
+        delivery.sent = delivery.peer.send(header, frames)
         name = delivery.peer.endpoint, header.attempt.transfer_id
         self._sent[*name, header.first, header.group] = delivery
 

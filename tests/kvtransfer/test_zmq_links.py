@@ -4,6 +4,7 @@ and the next one arrives."""
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from effuse.kvtransfer.connector import (
 from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import (
     Accepted,
+    AttemptId,
     Begin,
     PageRef,
     Pages,
@@ -53,7 +55,8 @@ from effuse.kvtransfer.messages import (
 )
 from effuse.kvtransfer.thread import ThreadConnector
 from effuse.kvtransfer.transport import Heard, Lost
-from effuse.kvtransfer.zmq_transport import CHUNK_BYTES, ZmqTransport
+from effuse.kvtransfer.zmq_sockets import ZmqPeer
+from effuse.kvtransfer.zmq_transport import CHUNK_BYTES, ZmqDelivery, ZmqTransport
 
 PAGES = range(2)  # 128 KiB: less than three seconds of a slow link
 SOURCE = filled(LARGE, len(PAGES))
@@ -306,3 +309,20 @@ def test_a_receiver_on_the_host_takes_the_chunks_of_a_gpu() -> None:
         sender.send(FinishPush(held, boundary))
         assert isinstance(next_event(sender, held.transfer_id), Pushed)
     assert target.tensor.equal(memory.tensor)
+
+
+def test_a_chunk_on_a_closed_connection_is_over_once_zmq_has_let_its_memory_go() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # no handshake: ZMQ holds all messages
+        peer = ZmqPeer(context, f"tcp://127.0.0.1:{silent.getsockname()[1]}", time.monotonic())
+        pages = Pages(AttemptId("r", 1, "t"), "a", "b", WHOLE, 0, (PageRef(0, 1),), 0, 1)
+        sent = peer.send(pages, [memoryview(bytearray(1 << 20)) for _ in range(8)])
+        delivery = ZmqDelivery(peer, pages, None, sent)
+        time.sleep(0.05)
+        assert not delivery.is_over() and all(view() is not None for view in sent)
+        peer.close()
+        deadline = time.monotonic() + DEADLINE_S
+        while not delivery.is_over():
+            assert time.monotonic() < deadline
+        assert all(view() is None for view in sent)
+    context.term()

@@ -5,6 +5,7 @@ stale; messages that are flipped, cut off, repeated, out of order or another's.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -171,8 +172,10 @@ class Tamperer:
         """Gives back buffers of chunks that have left, and that no push waits for."""
         for one in self._loose:
             if isinstance(one, ZmqDelivery) and one.fetched is not None:
-                assert one.tracker is not None
-                one.tracker.wait(_LEFT_S)  # ZMQ's own thread lets go a little after it has left
+                deadline = time.monotonic() + _LEFT_S
+                while any(view() is not None for view in one.sent):
+                    assert time.monotonic() < deadline, "ZMQ still reads it"
+                    time.sleep(1e-3)  # its own thread lets go a little after it has left
                 one.fetched.release()
         self._loose.clear()
 
