@@ -282,7 +282,7 @@ class ZmqListener:
 
 def _is_readable(one: zmq.Socket[bytes]) -> bool:
     """Ten times as fast as to poll it, or to find nothing in it."""
-    return bool(one.get(_EVENTS) & _POLLIN)
+    return bool(int(one.get(_EVENTS)) & _POLLIN)
 
 
 def _descriptor_of(frames: list[zmq.Frame]) -> int:
