@@ -42,8 +42,8 @@ _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # an operation on pyzmq's own takes 3 us
 GUARD_S = 0.005
-"""Between looks at the kernel's counts, for each of which a connection stands still. Little more than
-`SLACK_BYTES` arrive in that time."""
+"""Between looks at the kernel's counts, for each of which a connection stands still. Little more
+than `SLACK_BYTES` arrive in that time."""
 KEY_BYTES = 32
 FRAME_BYTES = 33
 """Bytes that encryption adds to a frame: the command's name, a nonce, the code and flags."""
