@@ -20,7 +20,7 @@ from typing import Any
 
 from effuse.benchmarks.gpu_handoff import Result, table
 from effuse.cli.figures import percentile
-from effuse.config.objectives import Goals
+from effuse.router.measures import Goals
 
 Content = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 Times are those that a client sees: until its first block, from block to block, and until its end.
 Tokens are the server's count of generated tokens. Goodput counts requests that met every objective
-(`config/objectives.py`). All is pure arithmetic and text, apart from `plot`.
+(`router/measures.py`). All is pure arithmetic and text, apart from `plot`.
 """
 
 import math
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from effuse.config.objectives import Goals
+from effuse.router.measures import Goals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

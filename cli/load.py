@@ -38,9 +38,9 @@ from effuse.client.answer import StreamBroken
 from effuse.client.client import AsyncClient
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
+from effuse.config.decoding import OBJECTIVES
 from effuse.config.extras import lacking
 from effuse.config.flags import add_switch
-from effuse.config.objectives import OBJECTIVES
 from effuse.protos.errors import EffuseError
 from effuse.router.tokenizer import bundled_directory
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, fields
 from operator import index
-from typing import Any, Final, SupportsFloat, SupportsIndex
+from typing import Any, Final, SupportsFloat, SupportsIndex, get_args
 
 from google.protobuf.message import Message
 
@@ -19,6 +19,7 @@ from effuse.config.decoding import (
     MOST_BIASES,
     MOST_STOP_IDS,
     MOST_STOPS,
+    OBJECTIVES,
     SAMPLING,
     SETTINGS,
     STOP_BYTES,
@@ -28,11 +29,11 @@ from effuse.config.decoding import (
     Algorithm,
     Bounds,
     Cache,
+    Priority,
     Remasking,
     Score,
     SettingError,
 )
-from effuse.config.objectives import OBJECTIVES, PRIORITIES, Priority
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
@@ -45,7 +46,7 @@ NAMES: Final[Mapping[str, Mapping[str, Any]]] = {
     setting: {
         name: getattr(pb, setting.title()).Value(f"{setting}_{name}".upper()) for name in names
     }
-    for setting, names in {**CHOICES, "priority": PRIORITIES}.items()
+    for setting, names in {**CHOICES, "priority": get_args(Priority)}.items()
 }
 """Settings that are names, and the numbers of these on the wire."""
 NUMBERS: Final[Mapping[str, Bounds]] = {

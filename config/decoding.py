@@ -3,7 +3,8 @@
 Clients, the command's flags and the router's checks take names and bounds from here. `Sampling`,
 `Stopping` and `DecodeSettings` are the resolved values for a decode worker. None of them can be
 made, or be read from a message, with a value out of bounds. Checks that depend on the model (its
-vocabulary, block size and context) are elsewhere.
+vocabulary, block size and context) are elsewhere. Priorities and objectives have only names and
+bounds here.
 """
 
 import struct
@@ -30,6 +31,8 @@ Cache = Literal["none", "prefix", "dual"]
 """Parts of a forward that Fast-dLLM keeps: none, those before the block, or all others."""
 Score = Literal["confidence", "margin", "neg_entropy"]
 """The score that ranks masks if none passes the threshold."""
+Priority = Literal["low", "normal", "high"]
+"""Which requests go first in a router's queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ ANSWERS: Final = Bounds(1, 64)  # for one request; a router may have a lower lim
 MAX_TOKENS: Final = Bounds(1, _INT32_MAX)
 MIN_TOKENS: Final = Bounds(0, _INT32_MAX)
 WINDOW: Final = Bounds(1, 64)
+WITHIN: Final = Bounds(0.0, 3600.0, above_low=True)  # seconds of an objective
 _SHARE: Final = Bounds(0.0, 1.0)
 _PENALTY: Final = Bounds(-2.0, 2.0)
 
@@ -327,6 +331,7 @@ SAMPLING: Final[Mapping[str, Bounds]] = {
     "repetition_penalty": Bounds(0.1, 10.0),
 }
 STOPPING: Final[Mapping[str, Bounds]] = {"max_tokens": MAX_TOKENS, "min_tokens": MIN_TOKENS}
+OBJECTIVES: Final[Mapping[str, Bounds]] = {"first_block_within": WITHIN, "gap_within": WITHIN}
 SETTINGS: Final[Mapping[str, Bounds]] = {
     "window": WINDOW,
     "confidence_threshold": _SHARE,

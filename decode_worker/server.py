@@ -12,8 +12,7 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from effuse.config.decoding import LOGPROBS
-from effuse.config.objectives import WITHIN
+from effuse.config.decoding import LOGPROBS, WITHIN
 from effuse.protos.errors import InvalidRequest
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from effuse.config.objectives import Priority
+from effuse.config.decoding import Priority
 from effuse.protos.errors import EffuseError, Overloaded
 from effuse.router.tenants import FairQueue, Turn
 from effuse.router.validation import Asked

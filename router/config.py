@@ -3,15 +3,18 @@
 Values found at run time (the port taken, the models served) are kept by the parts that find them.
 """
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, cast, get_args
 
 from effuse.config import checks, flags
 from effuse.config.access import Access
-from effuse.config.objectives import parse_classes
+from effuse.config.decoding import WITHIN, Priority
 from effuse.placement.records import check_name
+from effuse.router.measures import NO_GOALS, Goals
 from effuse.router.planner import Objectives
 from effuse.router.policy import PrefillMode
 
@@ -20,6 +23,18 @@ KVMode = Literal["p2p", "pool"]
 END_S: Final = 5.0
 """Longest that a router takes to end after its drain: for last messages to clients and Redis, and
 aborts."""
+
+_MOST_CLASSES: Final = 64
+_CLASS_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_CLASS_FORM: Final = "NAME:first-block=S,gap=S,priority=low|normal|high"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    """A class of requests: its objectives and its priority, unless a request sets its own."""
+
+    goals: Goals = NO_GOALS
+    priority: Priority = "normal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +170,7 @@ class RouterConfig(Connections):
             raise ValueError(
                 f"--gap-objective-ratio: expected 1 to 1000, got {self.gap_objective_ratio}"
             )
-        parse_classes("--request-class", self.request_class)
+        _parse_classes(self.request_class)
         if not 0 <= self.keep_answers_s <= 86400:
             raise ValueError(f"--keep-answers-s: expected 0 to 86400, got {self.keep_answers_s}")
         if not 0 <= self.retry_share <= 1:
@@ -174,6 +189,11 @@ class RouterConfig(Connections):
         )
 
     @property
+    def classes(self) -> dict[str, RequestClass]:
+        """The classes of requests, by name."""
+        return _parse_classes(self.request_class)
+
+    @property
     def longest_end_s(self) -> float:
         """Longest that a router takes from SIGTERM to its end."""
         return self.drain_s + 3 * END_S
@@ -185,3 +205,48 @@ def parse(argv: Sequence[str]) -> RouterConfig:
     return flags.parse(
         RouterConfig, argv, prog="effuse-router", about="Routes requests to a fleet."
     )
+
+
+def _parse_classes(texts: Sequence[str]) -> dict[str, RequestClass]:
+    """Classes by name, from texts such as `chat:first-block=0.5,gap=0.1,priority=high`. Raises
+    ValueError that names the accepted form."""
+    found: dict[str, RequestClass] = {}
+    for text in texts:
+        name, _, rest = text.partition(":")
+        if not _CLASS_NAME.fullmatch(name):
+            raise _bad_class("a name of 1 to 64 characters of A-Z a-z 0-9 . _ -", f"{name[:80]!a}")
+        if name in found:
+            raise _bad_class("different names", f"{name!r} twice")
+        found[name] = _parse_class(text, rest)
+    if len(found) > _MOST_CLASSES:
+        raise _bad_class(f"at most {_MOST_CLASSES} classes", len(found))
+    return found
+
+
+def _parse_class(text: str, settings: str) -> RequestClass:
+    given: dict[str, str] = {}
+    for one in filter(None, settings.split(",")):
+        key, equals, value = one.partition("=")
+        if not equals or key in given or key not in ("first-block", "gap", "priority"):
+            raise _bad_class(_CLASS_FORM, f"{text[:200]!a}")
+        given[key] = value
+    priority = given.get("priority", "normal")
+    if priority not in get_args(Priority):
+        form = f"one of {', '.join(get_args(Priority))} as a priority"
+        raise _bad_class(form, f"{priority[:80]!a}")
+    times = (_seconds(given[key]) if key in given else math.inf for key in ("first-block", "gap"))
+    return RequestClass(Goals(*times), cast(Priority, priority))
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if value not in WITHIN:
+        raise _bad_class(f"{WITHIN.form}, as seconds", f"{text[:80]!a}")
+    return value
+
+
+def _bad_class(expected: str, found: object) -> ValueError:
+    return ValueError(f"--request-class: expected {expected}, got {found}")

@@ -20,7 +20,6 @@ from typing import Final
 from effuse.client.answer import Stats, WholeAnswer
 from effuse.client.retries import REPEATED_KEY
 from effuse.config.decoding import ANSWERS
-from effuse.config.objectives import parse_classes
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import (
     REQUEST_ID_KEY,
@@ -76,7 +75,7 @@ class Serving:
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self._classes = parse_classes("--request-class", router.config.request_class)
+        self._classes = router.config.classes
         most = router.config.max_answers
         self._answers = replace(ANSWERS, high=most, note=", this router's --max-answers")
 

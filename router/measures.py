@@ -1,13 +1,16 @@
-"""The load of a model and the times of its workers, as the requests of one router show them.
+"""The load of a model, the times of its workers, and the objectives that requests kept, as the
+requests of one router show them.
 
-Pure: no I/O; moments are on one monotonic clock in seconds. `planner.py` has the forms of both.
+The router, `effuse bench` and the benchmarks judge an answer by the same rule: its first block is
+in time, and so is every gap between two blocks, as in DistServe (arXiv 2401.09670). Pure: no I/O;
+moments are on one monotonic clock in seconds. `planner.py` has the forms of loads and times.
 """
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from effuse.router.planner import AnswerPace, PromptTime, Times, Workload
 
@@ -219,6 +222,46 @@ class Measured:
             kv_bytes_per_token=self._bytes / max(1.0, self._moved),
             link_bytes_per_second=link_bytes_per_second,
         )
+
+
+class Kept(NamedTuple):
+    """Which objectives a request kept; None stands for one that it did not have."""
+
+    first_block: bool | None
+    gap: bool | None
+
+    @property
+    def all(self) -> bool | None:
+        """Whether it kept each of its objectives; None if it had none."""
+        had = [one for one in self if one is not None]
+        return all(had) if had else None
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Objectives of one request in seconds; infinity means none."""
+
+    first_block_s: float = math.inf  # from arrival
+    gap_s: float = math.inf  # every gap between two blocks
+
+    def or_else(self, others: "Goals") -> "Goals":
+        """The same, with those of `others` in the place of those that it does not have."""
+        pairs = ((self.first_block_s, others.first_block_s), (self.gap_s, others.gap_s))
+        return Goals(*(other if math.isinf(own) else own for own, other in pairs))
+
+    def kept(self, first_block_s: float, gaps_s: Iterable[float]) -> Kept:
+        """Which objectives an answer with these times in seconds kept."""
+        return Kept(
+            None if math.isinf(self.first_block_s) else first_block_s <= self.first_block_s,
+            None if math.isinf(self.gap_s) else max(gaps_s, default=0.0) <= self.gap_s,
+        )
+
+    def missed(self) -> Kept:
+        """The same for a request that failed, which kept none of them."""
+        return self.kept(math.inf, (math.inf,))
+
+
+NO_GOALS: Final = Goals()
 
 
 class KeptShares:

@@ -14,9 +14,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from effuse.config.objectives import WITHIN, Goals
+from effuse.config.decoding import WITHIN
 from effuse.placement.records import WorkerRecord
-from effuse.router.measures import LoadLog, Measured
+from effuse.router.measures import Goals, LoadLog, Measured
 from effuse.router.planner import (
     HEADROOM,
     Objectives,

@@ -23,18 +23,20 @@ from effuse.config.decoding import (
     BIAS,
     LOGPROBS,
     MOST_BIASES,
+    OBJECTIVES,
     SAMPLING,
     SETTINGS,
     STOPPING,
     Algorithm,
     Bounds,
     DecodeSettings,
+    Priority,
     Sampling,
 )
-from effuse.config.objectives import NO_GOALS, OBJECTIVES, Goals, Priority, RequestClass
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import InvalidRequest, Unavailable
 from effuse.router.chat_template import ChatTemplateError
+from effuse.router.config import RequestClass
 from effuse.router.findings import (
     Findings,
     check_input,
@@ -42,6 +44,7 @@ from effuse.router.findings import (
     most_prompt_bytes,
     shown,
 )
+from effuse.router.measures import NO_GOALS, Goals
 from effuse.router.special_tokens import strings_of
 from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2 as pb

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from effuse.config.objectives import Priority
+from effuse.config.decoding import Priority
 from effuse.protos.errors import Overloaded
 from effuse.router.admission import AHEAD_S, Admission, HeldSlots, SlotNeed
 

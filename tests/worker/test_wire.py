@@ -8,8 +8,7 @@ import fronts
 import msgspec
 import pytest
 
-from effuse.config.decoding import LOGPROBS, Sampling
-from effuse.config.objectives import WITHIN
+from effuse.config.decoding import LOGPROBS, WITHIN, Sampling
 from effuse.protos.channels import filled
 from effuse.protos.errors import InvalidRequest
 from effuse.v1 import generation_pb2
