@@ -15,8 +15,7 @@ from effuse.placement.records import Kind, WorkerRecord
 PrefillMode = Literal["auto", "remote", "local"]
 
 OWN_STEPS: Final = 4
-"""Steps' worth of prompts that a decode worker is given to prefill in the place of prefill workers:
-enough to keep it busy; more would only delay the answers that it writes."""
+"""Steps' worth of prompts that decode gets instead of prefill; more would only delay answers."""
 
 WorkerLife = tuple[str, str]
 """Worker id and incarnation."""
@@ -263,11 +262,13 @@ def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
             return f"no live {kind} worker serves {need.model!r} ({states or 'none is known'})"
     if need.mode == "remote" and (refused := why_refused(candidates, need.model)):
         return refused
-    if need.fingerprint is not None:
+    decoders = [c.record for c in usable if c.record.does("decode")]
+    if not any(need.fingerprint in (None, one.fingerprint) for one in decoders):
         return "no live decode worker has the weights and settings with which the answer began"
-    apart = [(one.record, two.record) for one in usable for two in usable]
-    apart = [ends for ends in apart if ends[0].does("prefill") and ends[1].does("decode")]
-    differ = next((text for one, two in apart if (text := one.difference_from(two))), "")
+    if need.mode == "remote" and len(usable) == 1:
+        return f"{usable[0].record.worker_id} needs another worker to prefill (--prefill remote)"
+    writers = [c.record for c in usable if c.record.does("prefill")]
+    differ = next(filter(None, (w.difference_from(d) for w in writers for d in decoders)), "")
     return f"no prefill worker of {need.model!r} matches a decode worker or reaches one{differ}"
 
 
@@ -387,8 +388,7 @@ def _decode_score(
 
 
 def _known_tokens(candidate: Candidate, need: AttemptNeeds) -> int:
-    keeps = candidate.record.load.prefix_queries
-    return need.cached.get(candidate.record.life, 0) if keeps else 0
+    return need.cached.get(candidate.record.life, 0) if candidate.record.load.prefix_queries else 0
 
 
 def _prefill_score(candidate: Candidate, need: AttemptNeeds) -> tuple[bool, int, bool, int, str]:

@@ -23,6 +23,7 @@ from effuse.router.policy import (
     WorkerLife,
     place,
     prospect,
+    what_is_missing,
     why_refused,
 )
 
@@ -229,6 +230,17 @@ def test_an_answer_goes_on_only_with_the_same_fingerprint() -> None:
     assert prospect(workers, v1) is Prospect.WORKER
     workers.append(candidate(worker("d1", fingerprint="v1"), tokens=900))
     assert names(place(workers, v1)) == (None, "d1")
+
+
+def test_what_an_answer_lacks_to_go_on_is_not_its_weights_if_a_worker_has_them() -> None:
+    alone = both("b1")
+    begun = need("remote", fingerprint=alone.record.fingerprint)
+    assert place([alone], begun) is None
+    missing = "b1 needs another worker to prefill (--prefill remote)"
+    assert what_is_missing([alone], begun) == missing
+    assert what_is_missing([alone], need("remote")) == missing
+    others = what_is_missing([alone], need("remote", fingerprint=(("weights", "others"),)))
+    assert "no live decode worker has the weights" in others
 
 
 def test_a_decode_worker_is_given_few_prompts_in_the_place_of_prefill_workers() -> None:
