@@ -1,16 +1,19 @@
 """A prefill worker's knowledge of its links, as values: which are warm, how fast, and which is
-next.
+next; and the line of a link in the log.
 
-No I/O; the time and the jitter are arguments. Rehearsals (rehearsals.py) and prompts bring the
-samples. A link is warm after its first rehearsal. Its rate is the best of the last WINDOW_S: one
-bad moment slows a sample down, and nothing speeds one up.
+No I/O; the time and the jitter are arguments. Rehearsals and prompts (server.py) bring the samples.
+A link is warm after its first rehearsal. Its rate is the best of the last WINDOW_S: one bad moment
+slows a sample down, and nothing speeds one up.
 """
 
+import logging
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
+
+LOG = logging.getLogger(__name__)
 
 FIRST_S = 1.0  # until the next attempt after one that failed or found the link too slow
 MOST_S = 60.0
@@ -209,3 +212,21 @@ class Links:
 
 def is_idle(worker: WorkerRecord) -> bool:
     return not (worker.load.running or worker.load.waiting)
+
+
+def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
+    """Logs the state of a link; as a warning if it is refused or unexpectedly slow."""
+    found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
+    if not link.bytes_per_second:
+        LOG.warning("%s: REFUSED, because both ends must have the same --connector", found)
+    elif link.gigabytes_per_second < min_gbps:
+        LOG.warning("%s: REFUSED, because --min-handoff-gbps is %.10g", found, min_gbps)
+    elif is_fallback:
+        LOG.warning(
+            "%s: SLOW, because pages of GPUs go over TCP or through the host's memory. Check "
+            "UCX_TLS; --min-handoff-gbps refuses such a link, and --connector zmq accepts it "
+            "without this warning",
+            found,
+        )
+    else:
+        LOG.info("%s", found)

@@ -19,10 +19,10 @@ from effuse.prefill_worker.links import (
     WINDOW_S,
     Links,
     LinkState,
+    tell,
 )
-from effuse.prefill_worker.rehearsals import tell
 
-LOGGER = "effuse.prefill_worker.rehearsals"
+LOGGER = "effuse.prefill_worker.links"
 OWN = redis_server.worker(worker_id="p0", role="prefill", incarnation="own-1")
 LARGE = 64 << 20
 

@@ -17,9 +17,8 @@ import pytest
 from fronts import running
 
 from effuse.placement.records import Link, WorkerRecord
-from effuse.prefill_worker import rehearsals
-from effuse.prefill_worker.rehearsals import Rehearsals
-from effuse.prefill_worker.server import make_role
+from effuse.prefill_worker import server as prefill_server
+from effuse.prefill_worker.server import Rehearsals, make_role
 from effuse.protos import rpc
 from effuse.protos.errors import Overloaded
 from effuse.v1 import worker_pb2 as pb
@@ -27,7 +26,7 @@ from effuse.v1 import worker_pb2_grpc as pb_grpc
 from effuse.worker.config import PrefillConfig, WorkerConfig
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
-LOGGER = "effuse.prefill_worker.rehearsals"
+LOGGER = "effuse.prefill_worker"
 RATE = 64 / 0.25  # of the engine without a model
 
 
@@ -223,8 +222,8 @@ def test_a_busy_peer_that_lends_a_few_pages_gets_its_link_warm(
                 await refuses()
 
         peer.before = lends_few
-        monkeypatch.setattr(rehearsals, "LEAST_SHARE", 1)
-        monkeypatch.setattr(rehearsals, "FEW_PAGES", 2)
+        monkeypatch.setattr(prefill_server, "LEAST_SHARE", 1)
+        monkeypatch.setattr(prefill_server, "FEW_PAGES", 2)
         await scene.settle()
         assert [link.peer for link in scene.links] == ["d0"]
         assert [one.most_pages for one in peer.asked] == [
@@ -325,7 +324,7 @@ def test_a_peer_that_does_not_lend_is_asked_again_later(
     before: Callable[[], Awaitable[None]],
 ) -> None:
     if before is stalls:
-        monkeypatch.setattr(rehearsals, "CALL_S", 1.0)
+        monkeypatch.setattr(prefill_server, "CALL_S", 1.0)
 
     async def body(scene: Scene) -> None:
         scene.peers["d0"].before = before
