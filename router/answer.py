@@ -169,7 +169,11 @@ class AnswerRun:
         alone, attempts = self._kinds_alone(), request.attempts
         is_first = bool(attempts.group) and not attempts.count
         return replace(
-            fleet.need(request.asked.model.name, on_decode_only=needs_decode),
+            fleet.need(
+                request.asked.model.name,
+                on_decode_only=needs_decode,
+                whole_rows=request.prompt.whole_rows,
+            ),
             excluded=attempts.setbacks.avoided(self._router.now()),
             fingerprint=request.answer.fingerprint if request.answer.token_ids else None,
             holder=request.holder if alone else None,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, get_args
 
@@ -101,6 +102,7 @@ class RoutedFleet:
         self._changed = asyncio.Event()
         self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
         self.index: FleetIndex | None = None  # of a large fleet, at the last look
+        self._rows: dict[tuple[str, Kind], set[int]] = {}  # of forwards, at the last look
         self._freed: deque[WorkerLife] = deque(maxlen=CHOICES)  # that a request has just left
 
     def records(self) -> Sequence[WorkerRecord]:
@@ -118,15 +120,28 @@ class RoutedFleet:
         suspects = self.standing.suspects()
         return [self._candidate(record, suspects) for record in self.records()]
 
-    def need(self, model: str, *, on_decode_only: bool = False) -> AttemptNeeds:
-        """What a first attempt asks of the fleet, as things stand."""
+    def need(
+        self, model: str, *, on_decode_only: bool = False, whole_rows: int = 0
+    ) -> AttemptNeeds:
+        """What a first attempt asks of the fleet, as things stand. `whole_rows`: its rows that one
+        forward has to compute."""
+        known = (self._rows.get((model, kind), ()) for kind in KINDS)
+        least = min(set[int]().union(*known), default=0)
         return AttemptNeeds(
             model=model,
             mode="local" if on_decode_only else self.mode,
             broken=self.standing.broken_pairs(),
             doubtful=self.standing.doubtful_pairs(),
             by_pool=self._by_pool,
+            whole_rows=whole_rows if whole_rows > least else 0,  # most needs are equal
         )
+
+    def most_rows(self, model: str, on_decode_only: bool) -> float:
+        """Most rows of one forward on the workers that an attempt takes; infinite if there are no
+        workers. A decode worker may lose a prompt's KV, and then computes it itself."""
+        is_local = on_decode_only or self.mode != "remote"
+        kinds: tuple[Kind, ...] = ("decode",) if is_local else KINDS
+        return min(max(self._rows.get((model, kind), {math.inf})) for kind in kinds)
 
     def place(self, need: AttemptNeeds) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
@@ -256,6 +271,7 @@ class RoutedFleet:
         """Announces what has changed in the view, and returns all workers."""
         candidates = self.candidates()
         self.index = FleetIndex(candidates) if len(candidates) > FEW else None
+        self._rows = _rows_of(candidates)
         seen = {c.record.life: (c.record.role, c.condition) for c in candidates}
         if seen != self._seen:
             self._seen = seen
@@ -357,6 +373,16 @@ class AttemptShare:
         )
         if had_own:
             self._fleet.announce_change()
+
+
+def _rows_of(candidates: Iterable[Candidate]) -> dict[tuple[str, Kind], set[int]]:
+    """How many rows workers compute in one forward, by model and kind of work."""
+    found: dict[tuple[str, Kind], set[int]] = {}
+    for record in (c.record for c in candidates):
+        for kind in filter(record.does, KINDS):
+            rows = record.capacity.max_num_batched_tokens
+            found.setdefault((record.model.name, kind), set()).add(rows)
+    return found
 
 
 def live_workers(

@@ -55,7 +55,7 @@ from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
 from effuse.router.tenants import NOBODY, QuotaShare, Tenant
 from effuse.router.tokenizer import AnswerText
-from effuse.router.validation import Asked, encode_prompt, fit, validate
+from effuse.router.validation import Asked, encode_prompt, fit, fit_rows, validate
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.model_pb2 import TokenizeRequest
@@ -320,8 +320,7 @@ class _Handler:
         return last
 
     async def _encode_prompt(self) -> None:
-        request, router = self._request, self._router
-        asked = request.asked
+        request, router, asked = self._request, self._router, self._request.asked
         request.costs.queue_s = router.now() - request.arrived
         router.traces.record("queue", request.costs.queue_s)
         token_ids = await encode_prompt(asked, router.tokenizer)
@@ -329,12 +328,13 @@ class _Handler:
         if asked.model.prompt_attention != "causal_blocks":
             prefix_keys = prefix_keys[-1:]  # a worker reuses only the whole prompt
         most_tokens = fit(len(token_ids), asked)
-        request.prompt = EncodedPrompt(array("I", token_ids), most_tokens, prefix_keys)
+        most_rows = router.fleet.most_rows(asked.model.name, asked.settings.is_canvas)
+        rows = fit_rows(len(token_ids), most_tokens, asked, most_rows)
+        request.prompt = EncodedPrompt(array("I", token_ids), most_tokens, prefix_keys, rows)
         request.asked = asked.without_prompt(SHOWN if router.config.show_requests else 0)
         router.steering.of(asked.model.name).load.note_prompt(len(token_ids), router.now())
         if asked.sent.output.echo:
-            text = await router.tokenizer.text_of(token_ids)
-            await self._shared.send(echo_of(request, text))
+            await self._shared.send(echo_of(request, await router.tokenizer.text_of(token_ids)))
 
     def _note_good_end(self, last: pb.GenerateStreamResponse) -> None:
         """Counts the request once its last event is on its way, and annotates its span now."""

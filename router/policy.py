@@ -17,11 +17,8 @@ PrefillMode = Literal["auto", "remote", "local"]
 OWN_STEPS: Final = 4
 """Steps' worth of prompts that decode gets instead of prefill; more would only delay answers."""
 
-WorkerLife = tuple[str, str]
-"""Worker id and incarnation."""
-
-Pair = tuple[WorkerLife, WorkerLife]
-"""A prefill worker and a decode worker."""
+WorkerLife = tuple[str, str]  # worker id and incarnation
+Pair = tuple[WorkerLife, WorkerLife]  # a prefill worker and a decode worker
 
 Fingerprint = tuple[tuple[str, str], ...]
 """Weights, layout and rules of a worker, by name: if they are equal, answers are."""
@@ -114,12 +111,13 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that workers may have
     prompt: PromptCost | None = None  # if decode workers may compute it to save time
     by_pool: bool = False  # KV goes through a pool that both workers share, if they do
+    whole_rows: int = 0  # that each of its workers has to be able to compute in one forward
 
     @property
     def key(self) -> Hashable:
         sets = map(frozenset, (self.excluded, self.broken, self.doubtful, self.alone))
         told = self.model, self.mode, self.fingerprint, self.holder, self.beside, self.num_answers
-        return (*told, *sets)
+        return (*told, self.whole_rows, *sets)
 
 
 class Placement(Struct, frozen=True):
@@ -140,8 +138,7 @@ class Prospect(Enum):
     NONE = "none"  # they are there, and nothing may pass between them
 
 
-Fitting = dict[str, list[Candidate]]
-"""Prefill workers by the text of their fingerprint."""
+Fitting = dict[str, list[Candidate]]  # prefill workers by the text of their fingerprint
 
 
 def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | None:
@@ -275,6 +272,8 @@ def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
 def _state(candidate: Candidate, need: AttemptNeeds) -> str:
     if candidate.condition is not Condition.READY:
         return str(candidate.condition.value)
+    if candidate.record.capacity.max_num_batched_tokens < need.whole_rows:
+        return "too small for the prompt"
     return "failing" if candidate.record.life in need.excluded else "reserved for another request"
 
 
@@ -310,6 +309,7 @@ def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
         candidate.condition is Condition.READY
         and record.model.name == need.model
         and record.life not in need.excluded
+        and record.capacity.max_num_batched_tokens >= need.whole_rows
         and _is_its_own(candidate, need)
     )
 

@@ -61,6 +61,7 @@ class EncodedPrompt(NamedTuple):
     token_ids: Sequence[int] = ()  # an array, which takes a ninth of a list's bytes
     max_tokens: int = 0  # of the answer
     prefix_keys: tuple[bytes, ...] = ()  # of its prefixes; empty if no worker can reuse them
+    whole_rows: int = 0  # that one forward has to compute; 0 if it can be cut
 
 
 NO_PROMPT: Final = EncodedPrompt()

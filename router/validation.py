@@ -201,13 +201,26 @@ def fit(prompt_len: int, asked: Asked) -> int:
         findings.add("stopping.max_tokens", limit, most)
     found = most if has_own else min(most, max(room, 0))
     if stopping.min_tokens > found and not findings.violations:
-        limit = (
-            f"at most {found}, which is the model's max_tokens within the room that the prompt "
-            "leaves"
-        )
+        limit = f"at most {found}, the model's max_tokens within the room that the prompt leaves"
         findings.add("stopping.min_tokens", limit, stopping.min_tokens)
     findings.raise_any()
     return found
+
+
+def fit_rows(prompt_len: int, max_tokens: int, asked: Asked, most: float) -> int:
+    """Returns the rows that one forward has to compute, 0 if the prompt can be cut; raises
+    `InvalidRequest` with the numbers for more than `most`, the fleet's own limit."""
+    if asked.model.prompt_attention != "bidirectional":
+        return 0
+    what, tokens, passes = "", prompt_len, 1
+    if asked.settings.is_canvas:
+        what, tokens = "prompt and answer of ", prompt_len + max_tokens
+        passes += asked.settings.cfg_scale > 0
+    if tokens * passes > most:
+        limit = f"expected {what}at most {int(most) // passes} tokens, which this fleet's workers"
+        why = f"{limit} compute at once (--max-num-batched-tokens), got {tokens} tokens"
+        raise InvalidRequest.of("prompt", why)
+    return tokens * passes
 
 
 def _check_numbers(request: pb.GenerateRequest, model: ModelInfo, findings: Findings) -> None:

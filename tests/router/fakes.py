@@ -181,6 +181,7 @@ class FakeFleet:
         """Lets the router see the workers as they are now."""
         self.store.records = {worker.worker_id: worker.record for worker in self.workers}
         await self.router.fleet.view.poll()
+        self.router.fleet.look()
 
 
 @asynccontextmanager

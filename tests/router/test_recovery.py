@@ -310,7 +310,8 @@ def test_decode_workers_prefill_a_few_prompts_at_a_time_and_the_rest_waits() -> 
     async def body(fleet: FakeFleet) -> None:
         (worker,) = fleet.decode
         small = msgspec.structs.replace(worker.record.capacity, max_num_batched_tokens=4)
-        worker.record = msgspec.structs.replace(worker.record, capacity=small)
+        cut = msgspec.structs.replace(worker.record.model, prompt_attention="causal_blocks")
+        worker.record = msgspec.structs.replace(worker.record, capacity=small, model=cut)
         await fleet.announce()
         go, answering = asyncio.Event(), asyncio.Event()
         worker.at["reserved"] = holds(go)
