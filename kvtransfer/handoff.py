@@ -27,7 +27,7 @@ from effuse.kvtransfer.messages import (
 )
 from effuse.kvtransfer.transport import Reply
 
-STORY_LENGTH = 16
+HISTORY_LENGTH = 16
 
 
 class ReceiverState(Enum):
@@ -170,16 +170,16 @@ class Machine(Generic[StateT, EventT, DoT]):
         self.state = start
         self.started = now
         self.deadline = now + lease_s
-        self._story: deque[str] = deque(maxlen=STORY_LENGTH)
+        self._history: deque[str] = deque(maxlen=HISTORY_LENGTH)
 
     def handle(self, event: EventT, now: float) -> tuple[DoT, ...]:
         """Takes an event; returns the instructions in order. Raises IllegalHandoffEvent."""
         found = self._table.get((self.state, event))
         if found is None:
             raise IllegalHandoffEvent(
-                f"{event.name} cannot happen in {self.state.name}; so far: {self.story()}"
+                f"{event.name} cannot happen in {self.state.name}; so far: {self.history()}"
             )
-        self._story.append(f"+{now - self.started:.3f}s {self.state.name} {event.name}")
+        self._history.append(f"+{now - self.started:.3f}s {self.state.name} {event.name}")
         self.state, to_do = found
         return to_do
 
@@ -192,9 +192,9 @@ class Machine(Generic[StateT, EventT, DoT]):
     def is_overdue(self, now: float) -> bool:
         return now >= self.deadline
 
-    def story(self) -> str:
+    def history(self) -> str:
         """The last steps, oldest first."""
-        return ", ".join(self._story) or "nothing"
+        return ", ".join(self._history) or "nothing"
 
 
 @dataclass(slots=True)

@@ -107,10 +107,10 @@ class NixlAgent:
     def add_peer(self, metadata: bytes) -> str:
         """Adds a peer; returns its name. UCX ends the process at some corrupt metadata, so it only
         reads metadata that matches its digest."""
-        digest, told = metadata[:DIGEST_BYTES], metadata[DIGEST_BYTES:]
-        if not told or xxhash.xxh3_128_digest(told) != digest:
+        digest, body = metadata[:DIGEST_BYTES], metadata[DIGEST_BYTES:]
+        if not body or xxhash.xxh3_128_digest(body) != digest:
             raise nixlInvalidParamError("its metadata does not match its digest")
-        name = self._agent.add_remote_agent(told[1 + told[0] :])
+        name = self._agent.add_remote_agent(body[1 + body[0] :])
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_peer(self, name: str) -> None:
@@ -165,12 +165,12 @@ class NixlAgent:
 
 def handle_in(metadata: bytes) -> bytes:
     """The handle of a GPU's memory in an agent's metadata; empty if there is none."""
-    told = metadata[DIGEST_BYTES:]
-    return told[1 : 1 + told[0]] if told and told[0] == HANDLE_BYTES else b""
+    body = metadata[DIGEST_BYTES:]
+    return body[1 : 1 + body[0]] if body and body[0] == HANDLE_BYTES else b""
 
 
-def _sealed(handle: bytes, told: bytes) -> bytes:
-    body = bytes([len(handle)]) + handle + bytes(told)
+def _sealed(handle: bytes, metadata: bytes) -> bytes:
+    body = bytes([len(handle)]) + handle + bytes(metadata)
     return xxhash.xxh3_128_digest(body) + body
 
 

@@ -114,7 +114,7 @@ class NixlPeer:
     cut: tuple[Cut, Cut]  # the common heads, in our pool and in the peer's
     num_pushes: int = 0  # that may still have something in flight
     is_lost: bool = False
-    is_gone: bool = False  # its engine has ended
+    has_ended: bool = False  # its engine has ended
     mapped: int = 0  # where its GPU's allocation is mapped here; 0 if it is not
     pool: int = 0  # where its pool begins in that; 0 if it is not mapped
     num_tables: int | None = None  # that UCX had logged before this peer was reached
@@ -167,16 +167,16 @@ class NixlPeers:
         """Removes the receivers of an ended incarnation, because their memory stays in use as long
         as they are known. Receivers with pushes in flight are removed once these have ended."""
         for peer in [one for one in self.by_name.values() if f"-{life}-" in one.name]:
-            peer.is_gone = True
-            self._remove_gone(peer)
+            peer.has_ended = True
+            self._remove_ended(peer)
 
     def leave(self, peer: NixlPeer) -> None:
         """A push has stopped using the peer."""
         peer.num_pushes -= 1
-        self._remove_gone(peer)
+        self._remove_ended(peer)
 
-    def _remove_gone(self, peer: NixlPeer) -> None:
-        if not peer.is_gone or peer.num_pushes or self.by_name.pop(peer.name, None) is None:
+    def _remove_ended(self, peer: NixlPeer) -> None:
+        if not peer.has_ended or peer.num_pushes or self.by_name.pop(peer.name, None) is None:
             return
         try:
             self._remove(peer)
@@ -247,7 +247,7 @@ class NixlWriters:
         self._names: OrderedDict[bytes, str] = OrderedDict()  # of agents, by metadata digest
         self._digests: OrderedDict[str, bytes] = OrderedDict()  # by writer
 
-    def learn(self, writer: str, metadata: bytes) -> None:
+    def add(self, writer: str, metadata: bytes) -> None:
         """Adds a writer. Raises HandoffRefused if its metadata is unusable."""
         if not metadata:
             raise HandoffRefused(Cause.MALFORMED, "the writer's message has no address for answers")
@@ -264,7 +264,7 @@ class NixlWriters:
         if len(self._digests) > MOST_PEERS:
             self._digests.popitem(last=False)
 
-    def tell(self, writer: str, message: bytes) -> None:
+    def notify(self, writer: str, message: bytes) -> None:
         """Notifies a writer, if it is known and reachable."""
         digest = self._digests.get(writer, b"")
         name = self._names.get(digest)

@@ -52,9 +52,9 @@ from effuse.kvtransfer.transport import (
     Delivery,
     FromReceiver,
     FromWriter,
-    Heard,
     Pace,
     Peer,
+    Received,
     Reply,
     Transport,
 )
@@ -222,7 +222,7 @@ class NixlTransport(Transport):
                 peer.route = find(tables, scope="intra-node" if is_near else "inter-node")
         return peer.route
 
-    def say(self, peer: Peer, message: ToReceiver) -> None:
+    def send(self, peer: Peer, message: ToReceiver) -> None:
         assert isinstance(peer, NixlPeer)
         if isinstance(message, Begin):
             message = msgspec.structs.replace(message, reply_to=self._metadata)
@@ -238,9 +238,9 @@ class NixlTransport(Transport):
         assert isinstance(peer, NixlPeer)
         is_whole = peer.takes_pages and chunk.groups == self._layout.groups
         if self._copies is not None and peer.pool and not is_whole:
-            notify = partial(self._sender.notify, peer.name, encode(header))
-            tell = partial(attempt, "the peer could not be notified", notify, peer)
-            return self._copies.begin(chunk, peer.cut, peer.pool, tell)
+            send = partial(self._sender.notify, peer.name, encode(header))
+            notify = partial(attempt, "the peer could not be notified", send, peer)
+            return self._copies.begin(chunk, peer.cut, peer.pool, notify)
 
         def post() -> Transfer | None:
             write = self._write(peer, chunk)
@@ -270,8 +270,8 @@ class NixlTransport(Transport):
 
     # Receiving.
 
-    def hear(self) -> list[Heard]:
-        heard: list[Heard] = []
+    def receive(self) -> list[Received]:
+        received: list[Received] = []
         for name, data in self._sender.notifications():
             peer = self._peers.by_name.get(name)
             try:
@@ -279,26 +279,26 @@ class NixlTransport(Transport):
             except MalformedMessage:
                 continue
             if peer is not None:
-                heard.append(FromReceiver(peer, answer))
+                received.append(FromReceiver(peer, answer))
         for receiving in (self._receiving, *self._retired):
             for _, data in receiving.agent.notifications():
                 try:
                     message = decode_to_receiver(data)
                 except MalformedMessage:
                     continue
-                heard.append(FromWriter(message, (), NixlReply(receiving, writer_of(message))))
-        return heard
+                received.append(FromWriter(message, (), NixlReply(receiving, writer_of(message))))
+        return received
 
-    def learn(self, reply: Reply, begin: Begin) -> None:
+    def connect(self, reply: Reply, begin: Begin) -> None:
         """Connects to a writer that is going to be answered."""
         assert isinstance(reply, NixlReply)
-        reply.receiving.writers.learn(reply.writer, begin.reply_to)
+        reply.receiving.writers.add(reply.writer, begin.reply_to)
 
     def answer(self, reply: Reply, message: ToSender) -> None:
         """Notifies a writer; one that has not introduced itself gets nothing."""
         assert isinstance(reply, NixlReply)
         if reply.receiving is self._receiving or reply.receiving in self._retired:
-            reply.receiving.writers.tell(reply.writer, encode(message))
+            reply.receiving.writers.notify(reply.writer, encode(message))
 
     # Fencing.
 

@@ -84,7 +84,7 @@ class Push:
     left_at: float | None = None  # when its first page was
     stage: Stage = Stage.PUSHING
     cancelled_at: float | None = None
-    heard_at: float = 0.0  # when its receiver last sent a message, for any push
+    answered_at: float = 0.0  # when its receiver last sent a message, for any push
     pages: tuple[PageRef, ...] = field(init=False)  # the reserved pages that it fills
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ class Pushes(ConnectorParts):
                     push.cover(source_pages, first, num_final)
                 elif not is_new:  # a new introduction restarts the lease at the other end
                     push.promised_at = at
-                    self._transport.say(push.peer, push.begin())
+                    self._transport.send(push.peer, push.begin())
         except HandoffRefused as refusal:
             self._fail(reservation.transfer_id, refusal)
 
@@ -107,11 +107,11 @@ class Pushes(ConnectorParts):
 
     # Messages of receivers and of the transport.
 
-    def hear(self, peer: Peer, message: ToSender) -> None:
+    def take(self, peer: Peer, message: ToSender) -> None:
         """An answer of a receiver; only a push's own receiver may send it."""
         for one in self._all():
             if one.peer is peer:
-                one.heard_at = self._now()
+                one.answered_at = self._now()
         pushes = self._transfers.get(message.transfer_id, [])
         push = next((one for one in pushes if one.peer is peer), None)
         if push is None:
@@ -163,7 +163,7 @@ class Pushes(ConnectorParts):
                 self._transport.leave(push.peer)
             raise
         for push in pushes:
-            self._transport.say(push.peer, push.begin())
+            self._transport.send(push.peer, push.begin())
         return pushes
 
     def _advance(self, push: Push) -> bool:
@@ -220,7 +220,7 @@ class Pushes(ConnectorParts):
             return moved
         push.stage = Stage.FINISHED
         elapsed_us = round(push.elapsed_s(self._now()) * 1e6)
-        self._transport.say(push.peer, finish_of(manifest, elapsed_us))
+        self._transport.send(push.peer, finish_of(manifest, elapsed_us))
         return True
 
     def _deliver(self, push: Push, chunk: Chunk) -> bool:
@@ -271,7 +271,7 @@ class Pushes(ConnectorParts):
         if push.cancelled_at is None:
             return False
         # A slow link alone does not justify closing it for the others; but not beyond the lease.
-        silent_since = max(push.cancelled_at, min(push.heard_at, push.deadline))
+        silent_since = max(push.cancelled_at, min(push.answered_at, push.deadline))
         if push.deliveries and self._now() - silent_since > self._transport.drain_s:
             self._transport.drop(push.peer)
             self._reap(push)

@@ -108,16 +108,16 @@ class Receptions(ConnectorParts):
 
     # Messages of writers.
 
-    def take(self, heard: FromWriter) -> None:
+    def take(self, received: FromWriter) -> None:
         """Follows a writer's message, or refuses its transfer and reports to both sides."""
-        message = heard.message
+        message, reply = received.message, received.reply
         transfer_id = account_of(message).attempt.transfer_id
         try:
-            self._obey(heard)
+            self._handle(received)
         except HandoffRefused as refusal:
-            self._refuse(transfer_id, refusal, heard.reply)
+            self._refuse(transfer_id, refusal, reply)
         if isinstance(message, Pages) and self._transport.is_two_sided:
-            self._transport.answer(heard.reply, Placed(transfer_id, message.first, message.group))
+            self._transport.answer(reply, Placed(transfer_id, message.first, message.group))
 
     def turn(self) -> bool:
         """Completes finished transfers; closes addresses to which no writer may write any more."""
@@ -138,13 +138,13 @@ class Receptions(ConnectorParts):
             moved |= self._shut_off()
         return moved
 
-    def _obey(self, heard: FromWriter) -> None:
-        expected = self._identified(account_of(heard.message))
-        match heard.message:
+    def _handle(self, received: FromWriter) -> None:
+        expected = self._identified(account_of(received.message))
+        match received.message:
             case Begin() as begin:
                 self._check_fingerprint(begin.fingerprint)
-                self._transport.learn(heard.reply, begin)
-                is_known = expected.let_in(begin.part, heard.reply, self._digester)
+                self._transport.connect(received.reply, begin)
+                is_known = expected.let_in(begin.part, received.reply, self._digester)
                 # The first message does not count, unless it is so late that the next one may be
                 # too late.
                 lease_s = expected.reservation.lease_s
@@ -152,7 +152,7 @@ class Receptions(ConnectorParts):
                 if (is_known or is_late) and expected.parts[begin.part].manifest is None:
                     self._emit(Promised(begin.attempt.transfer_id))
             case Pages() as pages:
-                self._take_pages(expected, pages, heard.payload)
+                self._take_pages(expected, pages, received.payload)
             case Finish() as finish:
                 self._take_manifest(expected, finish)
 

@@ -43,7 +43,7 @@ class HostUnit:
     before: Key
     boundary: Tensor | None  # [hidden_size], on the pool's device
     num_readers: int = 0  # copies and writes that read the slots
-    is_gone: bool = False  # forgotten: its slots are free once nothing reads them
+    is_forgotten: bool = False  # forgotten: its slots are free once nothing reads them
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +198,7 @@ class StoreTier:
             self.store.kept(one.key, one.kept.before, size)
             self._sure.add(one.key)
             self.counts.kept += size
-            if one.kept.is_gone:
+            if one.kept.is_forgotten:
                 self.store.forget(one.key)
 
     def _fail_writes(self, text: str) -> None:

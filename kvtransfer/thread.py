@@ -36,9 +36,9 @@ from effuse.kvtransfer.transport import (
     ConnectorParts,
     FromReceiver,
     FromWriter,
-    Heard,
     Lost,
     Pace,
+    Received,
     Transport,
 )
 
@@ -68,7 +68,7 @@ class Exchange(ConnectorParts):
         """Ends the transport."""
         self._transport.close()
 
-    def obey(self, command: Command, at: float) -> None:
+    def execute(self, command: Command, at: float) -> None:
         """Carries out a command that the engine gave at this time."""
         match command:
             case Expect(reservation, writer):
@@ -86,21 +86,21 @@ class Exchange(ConnectorParts):
             case ForgetLife(incarnation):
                 self._transport.forget_life(incarnation)
 
-    def hear(self) -> list[Heard]:
+    def receive(self) -> list[Received]:
         """Messages since the last call."""
-        return self._transport.hear()
+        return self._transport.receive()
 
-    def turn(self, heard: Sequence[Heard]) -> bool:
+    def turn(self, received: Sequence[Received]) -> bool:
         """Handles received messages and advances transfers; True if anything moved."""
-        for item in heard:
+        for item in received:
             match item:
                 case FromWriter():
                     self._receptions.take(item)
                 case FromReceiver(peer, message):
-                    self._pushes.hear(peer, message)
+                    self._pushes.take(peer, message)
                 case Lost(peer, refusal):
                     self._pushes.lose(peer, refusal)
-        moved = self._pushes.turn() | self._receptions.turn() | bool(heard)
+        moved = self._pushes.turn() | self._receptions.turn() | bool(received)
         if moved:
             self._moved_at = self._now()
         return moved
@@ -228,12 +228,12 @@ class ThreadConnector:
         self._opened.set()
         # A peer's message may be the consequence of a request that is still queued, such as a
         # reservation. So requests are served after receiving, before received messages are handled.
-        heard = self._exchange.hear()
+        received = self._exchange.receive()
         while self._serve_requests() and threading.main_thread().is_alive():
             self._turns += 1
-            if not self._exchange.turn(heard):
+            if not self._exchange.turn(received):
                 self._exchange.wait(self._request_signal)
-            heard = self._exchange.hear()
+            received = self._exchange.receive()
         self._exchange.close()
 
     def _serve_requests(self) -> bool:
@@ -247,7 +247,7 @@ class ThreadConnector:
         # address out, and its reservations must be known before that address is shut off.
         while self._requests:
             command, at = self._requests.popleft()
-            self._exchange.obey(command, at)
+            self._exchange.execute(command, at)
             if isinstance(command, Fence):  # the address may be another one now
                 _raise(self._event_signal)
         return True

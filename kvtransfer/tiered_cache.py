@@ -379,7 +379,7 @@ class TieredCache(UnitCache):
                 self.tiers.counts.corrupt += 1
                 LOG.warning("a unit of KV came back altered, and is computed again")
                 self.tiers.forget(key)
-            if kept.is_gone or key in self._units:
+            if kept.is_forgotten or key in self._units:
                 self._pool.release(unit.pages)
             else:
                 self._enter(key, unit, kept)

@@ -156,7 +156,7 @@ class Tiers:
     def unread(self, kept: HostUnit) -> None:
         """One reader less."""
         kept.num_readers -= 1
-        if kept.is_gone and not kept.num_readers:
+        if kept.is_forgotten and not kept.num_readers:
             self.give_slots(kept.slots)
 
     def befores(self) -> Iterator[tuple[Key, Key]]:
@@ -176,7 +176,7 @@ class Tiers:
         kept = self.kept.pop(key)
         for one in self.stores:
             one.due.pop(key, None)
-        kept.is_gone = True
+        kept.is_forgotten = True
         if not kept.num_readers:
             self.give_slots(kept.slots)
 

@@ -80,7 +80,7 @@ class Lost:
     refusal: HandoffRefused
 
 
-Heard = FromWriter | FromReceiver | Lost
+Received = FromWriter | FromReceiver | Lost
 
 
 class Pace(Enum):
@@ -133,7 +133,7 @@ class Transport(Protocol):
         """Closes the connection to a peer, if that ends everything in transit to it."""
         return
 
-    def say(self, peer: Peer, message: ToReceiver) -> None:
+    def send(self, peer: Peer, message: ToReceiver) -> None:
         """Sends a message to a receiver. Raises HandoffRefused."""
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
@@ -142,10 +142,10 @@ class Transport(Protocol):
         May take as long as the copy.
         """
 
-    def hear(self) -> list[Heard]:
+    def receive(self) -> list[Received]:
         """Messages since the last call; advances everything in progress."""
 
-    def learn(self, reply: Reply, begin: Begin) -> None:
+    def connect(self, reply: Reply, begin: Begin) -> None:
         """An accepted writer will get answers. Raises HandoffRefused."""
         return
 

@@ -287,11 +287,11 @@ class UnitCache:
         after: dict[Key, list[Key]] = {}
         for key, before in self._befores():
             after.setdefault(before, []).append(key)
-        gone = [key for key, unit in one.held.items() if self._units.get(key) is unit]
+        dropped = [key for key, unit in one.held.items() if self._units.get(key) is unit]
         if not self.is_causal:  # it has taken the pages of its whole prompt
-            gone += one.keys
-        while gone:
-            gone += after.pop(key := gone.pop(), ())
+            dropped += one.keys
+        while dropped:
+            dropped += after.pop(key := dropped.pop(), ())
             self._forget(key)
         self.end(one)
         one.keys.clear()

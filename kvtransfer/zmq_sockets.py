@@ -101,13 +101,13 @@ class CurveKeys:
     def admitting(self, context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
         """Accepts owners of these keys, as long as the context lasts. Without it ZMQ asks nothing,
         and accepts any key."""
-        doorkeeper = ThreadAuthenticator(context)
-        doorkeeper.start()
-        doorkeeper.configure_curve_callback("*", self)
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", self)
         try:
             yield
         finally:
-            doorkeeper.stop()
+            authenticator.stop()
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether it is the fleet's key; called by the thread that accepts connections."""
@@ -143,7 +143,7 @@ class Connection:
 
 
 @dataclass(slots=True)
-class Received:
+class Multipart:
     """One message: its sender and its frames."""
 
     sender: bytes
@@ -196,10 +196,10 @@ class ZmqListener:
         self._connections.clear()
         self.socket.close(linger=0)
 
-    def receive(self) -> list[Received]:
+    def receive(self) -> list[Multipart]:
         """Messages that have arrived, within a bound."""
         self._watch()
-        received: list[Received] = []
+        received: list[Multipart] = []
         while len(received) < MESSAGES_A_TURN and _is_readable(self.socket):
             if (message := self._next()) is None:
                 break
@@ -209,7 +209,7 @@ class ZmqListener:
             self._guard(now)
         return received
 
-    def _next(self) -> Received | None:
+    def _next(self) -> Multipart | None:
         """The next message. None if there is none, and while one with too many frames is dropped:
         ZMQ returns no others before its end, which may take many turns."""
         frames: list[zmq.Frame] = []
@@ -229,7 +229,7 @@ class ZmqListener:
             self._drops = goes_on
             return None
         self._count(frames)
-        return Received(sender.bytes, frames)
+        return Multipart(sender.bytes, frames)
 
     def answer(self, sender: bytes, message: bytes) -> None:
         """Answers a sender, if it is still there."""
@@ -240,9 +240,9 @@ class ZmqListener:
             event = recv_monitor_message(self.monitor)
             descriptor = int(event["value"])
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                gone = self._connections.pop(descriptor, None)
-                if gone is not None:
-                    gone.twin.close()
+                closed = self._connections.pop(descriptor, None)
+                if closed is not None:
+                    closed.twin.close()
                 continue
             try:
                 twin = socket.socket(fileno=os.dup(descriptor))
@@ -346,16 +346,16 @@ class ZmqPeer:
     def answers(self) -> list[bytes]:
         """The receiver's messages since the last call, within a bound. Our messages to senders have
         no second frame; one with a second frame is returned empty, and must not be parsed."""
-        said: list[bytes] = []
+        answers: list[bytes] = []
         with suppress(zmq.Again):
-            while len(said) < MESSAGES_A_TURN and _is_readable(self.socket):
+            while len(answers) < MESSAGES_A_TURN and _is_readable(self.socket):
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
                 if frame.more:
-                    return [*said, b""]
-                said.append(frame.bytes)
-        return said
+                    return [*answers, b""]
+                answers.append(frame.bytes)
+        return answers
 
-    def say(self, message: ToReceiver) -> None:
+    def send_message(self, message: ToReceiver) -> None:
         """Sends a message without payload."""
         self.socket.send(encode(message), zmq.NOBLOCK)
 

@@ -37,10 +37,10 @@ from effuse.kvtransfer.transport import (
     Delivery,
     FromReceiver,
     FromWriter,
-    Heard,
     Lost,
     Pace,
     Peer,
+    Received,
     Reply,
     Transport,
 )
@@ -191,10 +191,10 @@ class ZmqTransport(Transport):
         self._fetching = [delivery for delivery in self._fetching if delivery.peer is not peer]
         self._sent = {key: one for key, one in self._sent.items() if one.peer is not peer}
 
-    def say(self, peer: Peer, message: ToReceiver) -> None:
+    def send(self, peer: Peer, message: ToReceiver) -> None:
         assert isinstance(peer, ZmqPeer)
         with _open(peer):
-            peer.say(message)
+            peer.send_message(message)
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
         """Sends pages in place; those of a GPU once they have been copied."""
@@ -227,26 +227,26 @@ class ZmqTransport(Transport):
 
     # Receiving.
 
-    def hear(self) -> list[Heard]:
+    def receive(self) -> list[Received]:
         """Messages of peers; also sends chunks that were copied from a GPU."""
-        heard: list[Heard] = []
-        self._send_fetched(heard)
-        for received in self._listener.receive():
-            first, *payload = (frame.buffer for frame in received.frames or [zmq.Frame(b"")])
+        received: list[Received] = []
+        self._send_fetched(received)
+        for multipart in self._listener.receive():
+            first, *payload = (frame.buffer for frame in multipart.frames or [zmq.Frame(b"")])
             # One that is none has no address for an answer: its sender did not name itself.
             with suppress(MalformedMessage):
                 message = decode_to_receiver(first)
-                heard.append(FromWriter(message, payload, received.sender))
+                received.append(FromWriter(message, payload, multipart.sender))
         # Of hundreds of peers almost none has sent anything, and polling each takes milliseconds.
         ready = {source for source, _ in self._poller.poll(0)}
         for peer in list(self._peers.values()):
             if peer.socket in ready or peer.monitor in ready:
-                self._hear_peer(peer, heard)
+                self._receive_from(peer, received)
             elif not peer.is_connected and time.monotonic() - peer.opened_at > CONNECT_S:
-                self._lose(peer, f"did not accept a connection within {CONNECT_S} s", heard)
-        return heard
+                self._lose(peer, f"did not accept a connection within {CONNECT_S} s", received)
+        return received
 
-    def _send_fetched(self, heard: list[Heard]) -> None:
+    def _send_fetched(self, received: list[Received]) -> None:
         fetching, self._fetching = self._fetching, []
         for delivery in fetching:
             assert delivery.fetched is not None
@@ -258,7 +258,7 @@ class ZmqTransport(Transport):
             try:
                 self._send(delivery, [self._take_out(delivery, delivery.fetched)])
             except zmq.Again:
-                self._lose(delivery.peer, "closed the connection", heard)
+                self._lose(delivery.peer, "closed the connection", received)
 
     def _take_out(self, delivery: ZmqDelivery, fetched: Fetched) -> memoryview:
         """The frames of a chunk that was copied from a GPU."""
@@ -272,13 +272,13 @@ class ZmqTransport(Transport):
         delivery.fetched = None
         return view
 
-    def _hear_peer(self, peer: ZmqPeer, heard: list[Heard]) -> None:
+    def _receive_from(self, peer: ZmqPeer, received: list[Received]) -> None:
         answers = peer.answers()
         for data in answers:
             try:
                 answer = decode_to_sender(data)
             except MalformedMessage as error:
-                self._lose(peer, str(error), heard)
+                self._lose(peer, str(error), received)
                 return
             if isinstance(answer, Placed):
                 key = (peer.endpoint, answer.transfer_id, answer.first, answer.group)
@@ -286,15 +286,15 @@ class ZmqTransport(Transport):
                 if delivery is not None and delivery.peer is peer:
                     delivery.is_placed = True
                     del self._sent[key]
-            heard.append(FromReceiver(peer, answer))
+            received.append(FromReceiver(peer, answer))
         # A lost one may have sent more before, which is handled first.
         if len(answers) < MESSAGES_A_TURN and peer.is_lost():
-            self._lose(peer, "closed the connection", heard)
+            self._lose(peer, "closed the connection", received)
 
-    def _lose(self, peer: ZmqPeer, reason: str, heard: list[Heard]) -> None:
+    def _lose(self, peer: ZmqPeer, reason: str, received: list[Received]) -> None:
         self.drop(peer)
         refusal = HandoffRefused(Cause.PEER, f"the receiver at {peer.endpoint} {reason}")
-        heard.append(Lost(peer, refusal))
+        received.append(Lost(peer, refusal))
 
     def answer(self, reply: Reply, message: ToSender) -> None:
         """Answers over the writer's own connection."""

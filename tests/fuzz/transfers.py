@@ -111,7 +111,7 @@ class Stranger:
         if draw.random() < LED_SHARE:
             self.mislead(self, draw)
         for exchange in (pair.receiver, pair.sender):
-            exchange.turn(exchange.hear())
+            exchange.turn(exchange.receive())
         await asyncio.sleep(0)
         if any(isinstance(event, Arrived) for event in pair.said):
             raise Trusted(f"{self.reserved.transfer_id} has arrived, but was not sent")
@@ -119,8 +119,8 @@ class Stranger:
 
     def _renew(self) -> None:
         pair, name = self.pair, self.reserved.transfer_id
-        pair.receiver.obey(Forget(name), pair.now())
-        pair.receiver.obey(Fence(name, has_drained=True), pair.now())
+        pair.receiver.execute(Forget(name), pair.now())
+        pair.receiver.execute(Fence(name, has_drained=True), pair.now())
         pair.said.clear()
         self.reserved = pair.reserve(APART, apart=True)
 
@@ -129,7 +129,7 @@ class Stranger:
         self._renew()
         exchanges = (self.pair.receiver, self.pair.sender)
         for exchange in exchanges:
-            exchange.turn(exchange.hear())
+            exchange.turn(exchange.receive())
         return {"exchanges that move": sum(one.is_moving for one in exchanges)}
 
 
@@ -139,8 +139,8 @@ def _lead_astray(stranger: Stranger, draw: Draw) -> None:
     plain["shards"] = bent(draw, plain["shards"])
     with contextlib.suppress(MalformedMessage):
         reserved = decode_reservation(packed(plain))
-        pair.sender.obey(PushPages(reserved, (), 0), pair.now())
-        pair.sender.obey(Cancel(reserved.transfer_id), pair.now())
+        pair.sender.execute(PushPages(reserved, (), 0), pair.now())
+        pair.sender.execute(Cancel(reserved.transfer_id), pair.now())
 
 
 class ZmqSurface:
@@ -197,7 +197,7 @@ class NixlSurface:
 
             def introduce(stranger: Stranger, drawn: Draw) -> None:
                 with contextlib.suppress(HandoffRefused):
-                    writers.learn(f"writer-{drawn.random()}", mutated(drawn, metadata))
+                    writers.add(f"writer-{drawn.random()}", mutated(drawn, metadata))
 
             yield Stranger(pair, say, lambda: len(agent.notifications()), introduce)
             agent.close()

@@ -167,14 +167,14 @@ def next_event(
 def run_on_thread(connector: ThreadConnector, action: Callable[[], None]) -> None:
     """Has the connector's thread run an action in its turn among the commands."""
     exchange, marker = connector._exchange, ForgetLife("nobody's")
-    obey = exchange.obey
+    execute = exchange.execute
 
-    def obey_or_act(command: Command, at: float) -> None:
+    def execute_or_act(command: Command, at: float) -> None:
         if command is marker:
-            exchange.obey = obey  # type: ignore[method-assign]
+            exchange.execute = execute  # type: ignore[method-assign]
             action()
         else:
-            obey(command, at)
+            execute(command, at)
 
-    exchange.obey = obey_or_act  # type: ignore[method-assign]
+    exchange.execute = execute_or_act  # type: ignore[method-assign]
     connector.send(marker)

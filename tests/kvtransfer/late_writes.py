@@ -240,9 +240,9 @@ class Round:
 
     def _give_up_dead(self, exchange: Exchange) -> None:
         for reserved in self._reserved:
-            exchange.obey(Forget(reserved.transfer_id), 0.0)
+            exchange.execute(Forget(reserved.transfer_id), 0.0)
         for reserved in self._reserved:
-            exchange.obey(Fence(reserved.transfer_id, has_drained=not self._is_guarded), 0.0)
+            exchange.execute(Fence(reserved.transfer_id, has_drained=not self._is_guarded), 0.0)
 
     def _end_frozen(self) -> None:
         if self._fate is Fate.FROZEN_THEN_KILLED:

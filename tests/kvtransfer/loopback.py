@@ -39,9 +39,9 @@ from effuse.kvtransfer.transport import (
     Delivery,
     FromReceiver,
     FromWriter,
-    Heard,
     Pace,
     Peer,
+    Received,
     Reply,
     Transport,
 )
@@ -80,7 +80,7 @@ class Hub:
         """Lets every member take its turns until nothing moves."""
         for _ in range(MOST_TURNS):
             members = [member.exchange for member in self.members.values()]
-            moved = [exchange.turn(exchange.hear()) for exchange in members]
+            moved = [exchange.turn(exchange.receive()) for exchange in members]
             if not any(moved):
                 return
         raise AssertionError("the members of a hub never stop sending")
@@ -107,7 +107,7 @@ class LoopbackTransport(Transport):
 
     def __init__(self, hub: Hub, memory: PageMemory, incarnation: str) -> None:
         self.is_two_sided = hub.is_two_sided
-        self.inbox: deque[Heard] = deque()
+        self.inbox: deque[Received] = deque()
         rank = memory.layout.rank
         self.name_in_hub = f"{incarnation}/{rank}" if rank else incarnation
         self._hub = hub
@@ -140,7 +140,7 @@ class LoopbackTransport(Transport):
         for delivery in self._deliveries:
             delivery.has_left = True
 
-    def say(self, peer: Peer, message: ToReceiver) -> None:
+    def send(self, peer: Peer, message: ToReceiver) -> None:
         """Puts a message into the peer's inbox."""
         self._hand(peer, FromWriter(message, (), self))
 
@@ -170,7 +170,7 @@ class LoopbackTransport(Transport):
             payload = []
         self.inbox.append(FromWriter(header, payload, writer))
 
-    def hear(self) -> list[Heard]:
+    def receive(self) -> list[Received]:
         """What is in the inbox."""
         heard = list(self.inbox)
         self.inbox.clear()
@@ -194,7 +194,7 @@ class LoopbackTransport(Transport):
     def wait(self, pace: Pace, requests: int) -> None:
         """Never waits."""
 
-    def _hand(self, peer: Peer, heard: Heard) -> None:
+    def _hand(self, peer: Peer, heard: Received) -> None:
         assert isinstance(peer, LoopbackTransport)
         self._hub.deliver(lambda: peer.inbox.append(heard))
 
@@ -247,7 +247,7 @@ class LoopbackConnector:
 
     def send(self, command: Command) -> None:
         """Carries out a command at once; pushes also let every member take its turns."""
-        self.exchange.obey(command, self._now())
+        self.exchange.execute(command, self._now())
         if isinstance(command, PushPages | FinishPush | Cancel):
             self._hub.settle()
 

@@ -17,7 +17,7 @@ from effuse.kvtransfer.messages import (
     ToReceiver,
     ToSender,
 )
-from effuse.kvtransfer.transport import Chunk, Delivery, Heard, Pace, Peer, Reply, Transport
+from effuse.kvtransfer.transport import Chunk, Delivery, Pace, Peer, Received, Reply, Transport
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class FakeTransport(Transport):
         for delivery in self.deliveries:
             delivery.has_ended = True
 
-    def say(self, peer: Peer, message: ToReceiver) -> None:
+    def send(self, peer: Peer, message: ToReceiver) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.said.append(message)
@@ -90,10 +90,10 @@ class FakeTransport(Transport):
         self.deliveries.append(Scripted(header, chunk))
         return self.deliveries[-1]
 
-    def hear(self) -> list[Heard]:
+    def receive(self) -> list[Received]:
         return []
 
-    def learn(self, reply: Reply, begin: Begin) -> None:
+    def connect(self, reply: Reply, begin: Begin) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.learnt.append(begin.source)

@@ -145,7 +145,7 @@ class Pair:
         pages = [PageRef(page, self._number) for page in ids]
         address = self.reader.address()
         reserved = reservation(self.target, address, pages, number=self._number)
-        self.receiver.obey(Expect(reserved, WRITER), self.now())
+        self.receiver.execute(Expect(reserved, WRITER), self.now())
         return reserved
 
     def _push(self, reserved: Reservation, load: Load) -> None:
@@ -155,11 +155,11 @@ class Pair:
             num_final = (
                 (lambda left=final: next(left, SMALL.num_groups)) if load.by_layers else None
             )
-            self.sender.obey(PushPages(reserved, tuple(batch), first, num_final), self.now())
+            self.sender.execute(PushPages(reserved, tuple(batch), first, num_final), self.now())
             first += len(batch)
         hidden = self.draw.choice((None, b"hidden"))
         state = boundary(tail_token_ids=(self.draw.randrange(1000),), hidden=hidden)
-        self.sender.obey(FinishPush(reserved, lambda: state), self.now())
+        self.sender.execute(FinishPush(reserved, lambda: state), self.now())
 
     # Its outcome.
 
@@ -193,8 +193,7 @@ class Pair:
         """Lets both ends take their turns, until nothing has moved for so long."""
         moved_at = time.monotonic()
         while not is_so():
-            moved = self.sender.turn(self.sender.hear()) | self.receiver.turn(self.receiver.hear())
-            if moved:
+            if sum(one.turn(one.receive()) for one in (self.sender, self.receiver)):
                 moved_at = time.monotonic()
             elif time.monotonic() - moved_at > quiet_s:
                 return False
@@ -214,13 +213,13 @@ class Pair:
 
     def _end(self, reserved: Reservation) -> None:
         """Gives it up on both sides, until pages may be reused on both."""
-        self.receiver.obey(Forget(reserved.transfer_id), self.now())
-        self.sender.obey(Cancel(reserved.transfer_id), self.now())
+        self.receiver.execute(Forget(reserved.transfer_id), self.now())
+        self.sender.execute(Cancel(reserved.transfer_id), self.now())
         if not self._turn_until(lambda: self._has_said(reserved, PushCancelled), self.quiet_s):
             self._skipped_s += 2 * self.tamperer.transport.drain_s if self._may_drop else 0.0
             self._turn_until(lambda: self._has_said(reserved, PushCancelled), PATIENCE_S)
         assert self._has_said(reserved, PushCancelled), "source pages are never free again"
-        self.receiver.obey(Fence(reserved.transfer_id, has_drained=True), self.now())
+        self.receiver.execute(Fence(reserved.transfer_id, has_drained=True), self.now())
         assert self._has_said(reserved, Fenced), "pages are never free again"
         assert not self.sender.is_moving and not self.receiver.is_moving
         self.said.clear()

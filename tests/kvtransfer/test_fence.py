@@ -85,8 +85,8 @@ def num_spoilt_by_a_death(victim: Victim, *, is_trusted: bool) -> int:
     reserved, is_dead = victim.reserve(NUM_PAGES), threading.Event()
 
     def give_up(exchange: Exchange) -> None:
-        exchange.obey(Forget(reserved.transfer_id), 0.0)
-        exchange.obey(Fence(reserved.transfer_id, has_drained=is_trusted), 0.0)
+        exchange.execute(Forget(reserved.transfer_id), 0.0)
+        exchange.execute(Fence(reserved.transfer_id, has_drained=is_trusted), 0.0)
 
     victim.hold_up(is_dead, give_up)
     victim.writer.push(reserved, range(NUM_PAGES), WRITTEN)

@@ -9,9 +9,9 @@ import itertools
 import pytest
 
 from effuse.kvtransfer.handoff import (
+    HISTORY_LENGTH,
     RECEIVER,
     SENDER,
-    STORY_LENGTH,
     IllegalHandoffEvent,
     Machine,
     ReceiverDo,
@@ -167,11 +167,11 @@ def test_leases_are_durations_on_the_injected_clock() -> None:
     assert not machine.is_overdue(108.999)
 
 
-def test_the_story_is_told_in_errors_and_bounded() -> None:
+def test_the_history_is_in_errors_and_bounded() -> None:
     machine = sender(SenderState.COMPUTING)
     machine.handle(SenderEvent.ADDRESSED, 100.5)
-    for _ in range(3 * STORY_LENGTH):
+    for _ in range(3 * HISTORY_LENGTH):
         machine.handle(SenderEvent.PAGES_READY, 101.0)
-    assert machine.story().count(",") == STORY_LENGTH - 1
+    assert machine.history().count(",") == HISTORY_LENGTH - 1
     with pytest.raises(IllegalHandoffEvent, match=r"PUSHING PAGES_READY.*PAGES_READY"):
         machine.handle(SenderEvent.DRAINED, 102.0)

@@ -171,13 +171,13 @@ def test_hundreds_of_writers_are_answered(agent: Any) -> None:
     writers = NixlWriters(agent)
     for _ in range(2):
         for number in range(500):
-            writers.learn(f"life-{number}", f"prefill-{number}".encode())
-            writers.tell(f"life-{number}", b"accepted")
+            writers.add(f"life-{number}", f"prefill-{number}".encode())
+            writers.notify(f"life-{number}", b"accepted")
     assert len(agent.added) == 500 and len(agent.told) == 1000
-    writers.tell("nobody", b"accepted")
+    writers.notify("nobody", b"accepted")
     assert len(agent.told) == 1000
     with pytest.raises(HandoffRefused, match="has no address for answers"):
-        writers.learn("life-new", b"")
+        writers.add("life-new", b"")
 
 
 def test_who_said_before_a_writer_that_it_is_that_writer_does_not_have_its_answers(
@@ -185,13 +185,13 @@ def test_who_said_before_a_writer_that_it_is_that_writer_does_not_have_its_answe
 ) -> None:
     writers = NixlWriters(agent)
     for said in ("stranger", "prefill-1") * 3:
-        writers.learn("life-1", said.encode())
-        writers.tell("life-1", b"accepted")
+        writers.add("life-1", said.encode())
+        writers.notify("life-1", b"accepted")
         assert agent.told[-1] == said
     assert (agent.added, agent.removed) == (["stranger", "prefill-1"], [])
     with pytest.raises(HandoffRefused):
-        writers.learn("life-1", b"")
-    writers.tell("life-1", b"accepted")
+        writers.add("life-1", b"")
+    writers.notify("life-1", b"accepted")
     assert agent.told[-1] == "prefill-1"
 
 
@@ -202,10 +202,10 @@ def test_a_writer_that_cannot_be_told_is_learnt_anew(
         raise NIXL_ERRORS[0]("gone")
 
     writers = NixlWriters(agent)
-    writers.learn("life-1", b"prefill-1")
+    writers.add("life-1", b"prefill-1")
     monkeypatch.setattr(agent, "notify", fail)
-    writers.tell("life-1", b"accepted")
-    writers.learn("life-1", b"prefill-1")
+    writers.notify("life-1", b"accepted")
+    writers.add("life-1", b"prefill-1")
     assert agent.added == ["prefill-1"] * 2
 
 

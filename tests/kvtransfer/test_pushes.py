@@ -113,7 +113,7 @@ def test_a_push_introduces_itself_sends_pages_and_then_says_what_they_are(desk: 
     (finish,) = [message for message in desk.transport.said if isinstance(message, Finish)]
     assert finish.manifest.digest == digest_of(desk.memory, [3, 5, 6, 7])
     desk.time += 0.5
-    desk.pushes.hear(PEER, Accepted(NAME))
+    desk.pushes.take(PEER, Accepted(NAME))
     desk.turn()
     # Everything was known at the beginning: the whole of 2.5 s was the handoff's.
     assert desk.events == [Pushed(NAME, 4, 4 * SMALL.page_bytes, 2.5, Route("test"), 2.5)]
@@ -132,7 +132,7 @@ def test_time_is_counted_from_the_later_of_pages_and_reservation(desk: Desk) -> 
     desk.turn()
     desk.time += 0.25
     desk.land()
-    desk.pushes.hear(PEER, Accepted(NAME))
+    desk.pushes.take(PEER, Accepted(NAME))
     desk.turn()
     (pushed,) = desk.events
     assert isinstance(pushed, Pushed) and pushed.seconds == 0.375
@@ -144,7 +144,7 @@ def test_time_counts_from_when_a_push_was_asked_for_not_from_when_its_turn_came(
     desk.pushes.finish(desk.reserved, lambda: desk.boundary, asked + 1.0)
     desk.turn()
     desk.land()
-    desk.pushes.hear(PEER, Accepted(NAME))
+    desk.pushes.take(PEER, Accepted(NAME))
     desk.turn()
     (pushed,) = desk.events
     assert isinstance(pushed, Pushed) and pushed.seconds == 2.0
@@ -255,11 +255,11 @@ def test_a_receiver_that_answers_slowly_is_dropped_only_after_the_lease(desk: De
     desk.pushes.cancel(NAME)
     for _ in range(10):  # one second before the lease ends, one behind it
         desk.time += 1.0
-        desk.pushes.hear(PEER, Placed("transfer-2", 0, 0))
+        desk.pushes.take(PEER, Placed("transfer-2", 0, 0))
         desk.turn()
     assert desk.transport.dropped == [] and desk.events == []
     desk.time += 1.1
-    desk.pushes.hear(PEER, Placed("transfer-2", 0, 0))
+    desk.pushes.take(PEER, Placed("transfer-2", 0, 0))
     desk.turn()
     assert desk.transport.dropped == [PEER] and desk.events == [PushCancelled(NAME)]
 
@@ -296,14 +296,14 @@ def test_a_delivery_that_fails_fails_the_push_and_is_over(desk: Desk) -> None:
 def test_only_its_receiver_may_answer(desk: Desk) -> None:
     desk.push(3, 5, 6, 7)
     desk.finish()
-    desk.pushes.hear(PEER, Accepted(NAME))  # for a manifest that was not sent yet
+    desk.pushes.take(PEER, Accepted(NAME))  # for a manifest that was not sent yet
     desk.land()
     assert desk.finished() and desk.events == []
-    desk.pushes.hear(OTHER, Rejected(NAME, "digest", "page 3"))
-    desk.pushes.hear(OTHER, Accepted(NAME))
+    desk.pushes.take(OTHER, Rejected(NAME, "digest", "page 3"))
+    desk.pushes.take(OTHER, Accepted(NAME))
     desk.turn()
     assert desk.events == []
-    desk.pushes.hear(PEER, Rejected(NAME, "digest", "page 3"))
+    desk.pushes.take(PEER, Rejected(NAME, "digest", "page 3"))
     assert desk.events == [PushFailed(NAME, Cause.DIGEST, "page 3")]
 
 
@@ -321,7 +321,7 @@ def test_a_receiver_that_is_lost_once_it_has_accepted_has_the_pages(desk: Desk) 
     desk.push(3, 5, 6, 7)
     desk.finish()
     desk.land()
-    desk.pushes.hear(PEER, Accepted(NAME))
+    desk.pushes.take(PEER, Accepted(NAME))
     desk.pushes.lose(PEER, HandoffRefused(Cause.PEER, "gone"))
     desk.turn()
     assert [type(event) for event in desk.events] == [Pushed]
@@ -355,7 +355,7 @@ def test_a_push_moves_until_its_receivers_last_word(desk: Desk) -> None:
     assert desk.pushes.is_moving
     desk.land()
     assert desk.finished() and desk.pushes.is_moving and not desk.pushes.awaits_forward
-    desk.pushes.hear(PEER, Accepted(NAME))
+    desk.pushes.take(PEER, Accepted(NAME))
     desk.turn()
     assert not desk.pushes.is_moving
 

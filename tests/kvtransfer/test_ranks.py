@@ -39,7 +39,7 @@ from effuse.kvtransfer.layout import Identity
 from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool, PageState
 from effuse.kvtransfer.thread import Exchange, ThreadConnector
-from effuse.kvtransfer.transport import Heard
+from effuse.kvtransfer.transport import Received
 
 SOURCES, TARGETS = (6, 1, 2, 5), (3, 4, 0, 7)
 KINDS = ("nixl", "zmq")
@@ -237,7 +237,7 @@ def force_late_writes(
             receiver.all.send(Fence(reserved.transfer_id, has_drained=is_trusted))
             overwritten = threading.Event()
             for rank in receiver.ranks if kind == "nixl" else ():
-                hear_after(rank, overwritten)
+                receive_after(rank, overwritten)
             let_go.set()
             assert isinstance(next_event(receiver.all, reserved.transfer_id), Fenced)
             receiver.fill(NEXT_OWNERS)
@@ -261,16 +261,16 @@ def hold_up(rank: Connector, let_go: threading.Event) -> None:
     run_on_thread(rank, lambda: _await(let_go))
 
 
-def hear_after(rank: Connector, overwritten: threading.Event) -> None:
+def receive_after(rank: Connector, overwritten: threading.Event) -> None:
     """Has a rank look at its sockets, the next time, after the event."""
     exchange = exchange_of(rank)
-    hear = type(exchange).hear
+    receive = type(exchange).receive
 
-    def hear_late() -> list[Heard]:
+    def receive_late() -> list[Received]:
         _await(overwritten)
-        return hear(exchange)
+        return receive(exchange)
 
-    exchange.hear = hear_late  # type: ignore[method-assign]
+    exchange.receive = receive_late  # type: ignore[method-assign]
 
 
 def num_under_way(rank: Connector) -> int:

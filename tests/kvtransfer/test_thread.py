@@ -34,7 +34,7 @@ from effuse.kvtransfer.digest import HostDigester
 from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import Accepted, Begin, PageRef, ReceiverAddress, Reservation
 from effuse.kvtransfer.thread import STUCK_S, Exchange, ThreadConnector
-from effuse.kvtransfer.transport import FromReceiver, FromWriter, Heard, Pace
+from effuse.kvtransfer.transport import FromReceiver, FromWriter, Pace, Received
 
 
 class Sleepy(FakeTransport):
@@ -104,10 +104,10 @@ def test_a_thread_that_never_returns_from_a_call_is_told_as_dead() -> None:
     """Nothing that it was asked to end would ever end, but its engine still beats."""
 
     class Stuck(Sleepy):
-        def hear(self) -> list[Heard]:
+        def receive(self) -> list[Received]:
             is_stuck.set()
             assert may_go_on.wait(DEADLINE_S)
-            return super().hear()
+            return super().receive()
 
     is_stuck, may_go_on, seconds = threading.Event(), threading.Event(), 1000.0
     thread = Counting(Stuck, lambda: seconds)
@@ -159,7 +159,7 @@ def test_a_reservation_is_known_before_what_a_writer_says_of_it() -> None:
     class Prompt(Sleepy):
         """Whose writer's message arrives the moment that it got a reservation."""
 
-        def hear(self) -> list[Heard]:
+        def receive(self) -> list[Received]:
             if self.learnt or told.is_set():
                 return []
             pages = (PageRef(0, 1),)
@@ -242,7 +242,7 @@ def test_a_thread_looks_as_often_as_something_may_happen() -> None:
     address = ReceiverAddress(connector=transport.name, endpoint="decode")
     reserved = reservation(memory, address, [PageRef(1, 1)])
 
-    def pace(later_s: float = 0.01, heard: Sequence[Heard] = ()) -> Pace | None:
+    def pace(later_s: float = 0.01, heard: Sequence[Received] = ()) -> Pace | None:
         exchange.turn(heard)
         while exchange.turn([]):
             pass
@@ -251,8 +251,8 @@ def test_a_thread_looks_as_often_as_something_may_happen() -> None:
         return transport.pace
 
     assert pace() is Pace.IDLE
-    exchange.obey(PushPages(reserved, (2,), 0, lambda: final[0]), time[0])
-    exchange.obey(FinishPush(reserved, boundary), time[0])
+    exchange.execute(PushPages(reserved, (2,), 0, lambda: final[0]), time[0])
+    exchange.execute(FinishPush(reserved, boundary), time[0])
     assert pace() is Pace.COMPUTING
     final[0] = SMALL.num_groups
     assert pace(0.0) is Pace.HOT

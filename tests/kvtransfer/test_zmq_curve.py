@@ -145,14 +145,14 @@ def test_what_is_said_after_a_refused_handshake_fails_its_push_alone() -> None:
         begin = Begin(*names, WHOLE, reserved.fingerprint)
         with pytest.raises(HandoffRefused, match="was closed"):
             for _ in range(100):  # the handshake is reported before the connection is dropped
-                transport.say(peer, begin)
+                transport.send(peer, begin)
                 time.sleep(0.05)
         assert peer.is_open, "nobody had looked at it"
         header = Pages(*names, WHOLE, 0, reserved.pages, 0, 1)
         copied = cast("Fetched", SimpleNamespace(is_over=lambda: True, view=memoryview(b"x")))
         transport._staging = cast(Staging, SimpleNamespace(num_free=1))
         transport._fetching = [ZmqDelivery(peer, header, copied) for _ in range(2)]
-        assert [type(one) for one in transport.hear()] == [Lost]
+        assert [type(one) for one in transport.receive()] == [Lost]
         with pytest.raises(HandoffRefused, match="was closed"):
             transport.deliver(peer, header, Chunk(0, (0,), reserved.pages, range(1), WHOLE.heads))
         transport.close()

@@ -54,7 +54,7 @@ from effuse.kvtransfer.messages import (
     encode,
 )
 from effuse.kvtransfer.thread import ThreadConnector
-from effuse.kvtransfer.transport import Heard, Lost
+from effuse.kvtransfer.transport import Lost, Received
 from effuse.kvtransfer.zmq_sockets import ZmqPeer
 from effuse.kvtransfer.zmq_transport import CHUNK_BYTES, ZmqDelivery, ZmqTransport
 
@@ -273,17 +273,17 @@ def test_a_receiver_that_never_stops_answering_does_not_hold_up_the_others(
     address = ReceiverAddress(connector="zmq", endpoint=endpoint)
     held = reservation(filled(SMALL, 1), address, [PageRef(0, 1)])
     peer = transport.reach(held, held.shards[0])
-    transport.say(peer, Begin(held.attempt, "prefill-1", "decode-1", WHOLE, held.fingerprint))
+    transport.send(peer, Begin(held.attempt, "prefill-1", "decode-1", WHOLE, held.fingerprint))
     name, count = receiver.recv_multipart()[0], 20 * zmq_sockets.MESSAGES_A_TURN
     for _ in range(count):
         receiver.send_multipart([name, encode(Placed(held.transfer_id, 0, 0))])
     receiver.setsockopt(zmq.LINGER, -1)
     receiver.close()
-    heard: list[Heard] = []
+    heard: list[Received] = []
     ends_at = time.monotonic() + DEADLINE_S
     while not any(isinstance(one, Lost) for one in heard):
         assert time.monotonic() < ends_at, "the end was never heard"
-        one_look = transport.hear()
+        one_look = transport.receive()
         assert len(one_look) <= zmq_sockets.MESSAGES_A_TURN + 1
         heard += one_look
     transport.close()

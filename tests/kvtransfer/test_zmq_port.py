@@ -42,7 +42,7 @@ from effuse.kvtransfer.messages import (
     encode,
 )
 from effuse.kvtransfer.thread import ThreadConnector
-from effuse.kvtransfer.zmq_sockets import CurveKeys, Received, ZmqListener, ZmqPeer
+from effuse.kvtransfer.zmq_sockets import CurveKeys, Multipart, ZmqListener, ZmqPeer
 from effuse.kvtransfer.zmq_transport import ZmqTransport
 from effuse.placement.records import MOST_LINKS
 
@@ -191,7 +191,7 @@ def test_a_message_of_a_million_frames_costs_the_connection_and_not_the_memory(
     )
     most_taken, take = 0, ZmqListener.receive
 
-    def note(listener: ZmqListener) -> list[Received]:
+    def note(listener: ZmqListener) -> list[Multipart]:
         nonlocal most_taken
         received = take(listener)
         most_taken = max(most_taken, *(len(one.frames) for one in received), 0)
@@ -306,11 +306,11 @@ def test_peers_that_say_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -
             address = ReceiverAddress(connector="zmq", endpoint=endpoint)
             reserved = reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)])
             peer = transport.reach(reserved, reserved.shards[0])
-            transport.say(peer, decode_to_receiver(BEGIN))
+            transport.send(peer, decode_to_receiver(BEGIN))
         names = [receiver.recv_multipart()[0] for _ in range(50)]
         ends_at = time.monotonic() + DEADLINE_S
         while not all(one.is_connected for one in transport._peers.values()):
-            assert transport.hear() == [] and time.monotonic() < ends_at
+            assert transport.receive() == [] and time.monotonic() < ends_at
         asked, answers = [], ZmqPeer.answers
 
         def note(one: ZmqPeer) -> list[bytes]:
@@ -318,9 +318,9 @@ def test_peers_that_say_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -
             return answers(one)
 
         monkeypatch.setattr(ZmqPeer, "answers", note)
-        assert transport.hear() == [] and asked == []
+        assert transport.receive() == [] and asked == []
         receiver.send_multipart([names[7], encode(Accepted("transfer-7"))])
-        while not (heard := transport.hear()):
+        while not (heard := transport.receive()):
             assert time.monotonic() < ends_at, "nothing was heard"
         assert len(heard) == 1 and len(asked) == 1
     transport.close()

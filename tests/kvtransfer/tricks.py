@@ -102,8 +102,8 @@ class Tamperer:
         self._held: list[Callable[[], object]] = []
         self._loose: list[Delivery] = []
         self._earlier: dict[type[ToReceiver], ToReceiver] = {}
-        self._say, self._deliver = self.transport.say, self.transport.deliver
-        self.transport.say = self.say  # type: ignore[method-assign]
+        self._send_message, self._deliver = self.transport.send, self.transport.deliver
+        self.transport.send = self.send  # type: ignore[method-assign]
         self.transport.deliver = self.deliver  # type: ignore[method-assign]
 
     def arm(self, trick: Trick | None, num_chunks: int) -> None:
@@ -119,18 +119,18 @@ class Tamperer:
         self._trick = None
         self._held.clear()
 
-    def say(self, peer: Peer, message: ToReceiver) -> None:
+    def send(self, peer: Peer, message: ToReceiver) -> None:
         """In the place of the transport's."""
         if self._trick is None:
             self._earlier[type(message)] = message
         if isinstance(message, Begin) and self._trick is Trick.BEGIN_LATE:
-            self._held.append(lambda: self._say(peer, message))
+            self._held.append(lambda: self._send_message(peer, message))
             return
         if self._trick is Trick.BEGIN_LATE:  # now that all chunks are there
             self._let_go()
         if isinstance(message, Finish) and self._trick is Trick.FINISH_OF_ANOTHER:
             message, self.has_struck = self._earlier[Finish], True
-        self._say(peer, message)
+        self._send_message(peer, message)
         self._let_go()
 
     def deliver(self, peer: Peer, header: Pages, chunk: Chunk) -> Delivery | None:
@@ -141,7 +141,7 @@ class Tamperer:
         self.has_struck = self._trick is not Trick.FINISH_EARLY
         match self._trick:
             case Trick.BYTES_LOST:
-                self._say(peer, header)
+                self._send_message(peer, header)
                 return Both(())
             case Trick.CHUNK_LOST:
                 return Both(())
@@ -225,6 +225,6 @@ class Tamperer:
 
     def _let_go(self) -> None:
         held, self._held = self._held, []
-        for say in held:
+        for send in held:
             self.has_struck = True
-            say()
+            send()

@@ -25,7 +25,7 @@ from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.thread import Exchange
-from effuse.kvtransfer.transport import Heard, Pace
+from effuse.kvtransfer.transport import Pace, Received
 from effuse.kvtransfer.units import UnitCache
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
@@ -97,7 +97,7 @@ class SimConnector:
 
     def send(self, command: Command) -> None:
         exchange, at = self._process.exchange, self._process.clock.now
-        self.requests.append(lambda: exchange.obey(command, at))
+        self.requests.append(lambda: exchange.execute(command, at))
         self._process.wake_connector()
 
     def poll(self) -> list[ConnectorEvent]:
@@ -254,7 +254,7 @@ class EngineProcess:
         if self.clock.now < self._stuck_until:
             self.wake_connector(self._stuck_until - self.clock.now)
             return
-        heard = self.exchange.hear()
+        heard = self.exchange.receive()
         # The engine's thread runs on meanwhile, and more may come.
         if self.clock.draw.random() < 0.2:
             self._is_looking = True
@@ -262,7 +262,7 @@ class EngineProcess:
         else:
             self._go_on(heard)
 
-    def _go_on(self, heard: list[Heard]) -> None:
+    def _go_on(self, heard: list[Received]) -> None:
         self._is_looking = False
         requests = self.connector.requests
         while requests:

@@ -31,9 +31,9 @@ from effuse.kvtransfer.transport import (
     Delivery,
     FromReceiver,
     FromWriter,
-    Heard,
     Lost,
     Pace,
+    Received,
     Reply,
     Transport,
 )
@@ -163,7 +163,7 @@ class SimTransport(Transport):
         self.pace = Pace.IDLE
         self._fabric = fabric
         self._process = process
-        self._inbox: list[Heard] = []
+        self._inbox: list[Received] = []
         self._peers: dict[str, Peer] = {}
         self._retired: list[Agent] = []
         self._num_agents = 0
@@ -210,7 +210,7 @@ class SimTransport(Transport):
         if self.is_two_sided:
             peer.line.break_off()
 
-    def say(self, peer: AnyPeer, message: ToReceiver) -> None:
+    def send(self, peer: AnyPeer, message: ToReceiver) -> None:
         """Sends a message to a receiver. Raises HandoffRefused."""
         assert isinstance(peer, Peer)
         if not peer.is_open:
@@ -236,7 +236,7 @@ class SimTransport(Transport):
 
     # Receiving.
 
-    def hear(self) -> list[Heard]:
+    def receive(self) -> list[Received]:
         """Polls all sockets: waiting bytes arrive, and messages are received."""
         for agent in (self._agent, *self._retired):
             while agent.socket:
@@ -244,7 +244,7 @@ class SimTransport(Transport):
         heard, self._inbox = self._inbox, []
         return heard
 
-    def learn(self, reply: Reply, begin: Begin) -> None:
+    def connect(self, reply: Reply, begin: Begin) -> None:
         """A writer that was let in is going to be answered."""
         assert isinstance(reply, SimReply)
         reply.agent.known.add(reply.incarnation)
