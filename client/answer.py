@@ -70,10 +70,10 @@ class Logprob:
     top: tuple[tuple[int, float], ...]  # (id, log-probability) of the likeliest tokens, best first
 
     @classmethod
-    def of(cls, told: pb.TokenLogprobs) -> Logprob:
+    def of(cls, message: pb.TokenLogprobs) -> Logprob:
         """From a message of the wire."""
-        pairs = zip(told.top_token_ids, told.top_logprobs, strict=False)
-        return cls(told.logprob, tuple(pairs))
+        pairs = zip(message.top_token_ids, message.top_logprobs, strict=False)
+        return cls(message.logprob, tuple(pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +112,12 @@ class Answer:
         return replace(_answer_of(response, total_s, first_block_s), others=others)
 
 
-def _stopped_by(said: pb.GenerateResponse) -> str | int | None:
-    match said.WhichOneof("matched_stop"):
+def _stopped_by(response: pb.GenerateResponse) -> str | int | None:
+    match response.WhichOneof("matched_stop"):
         case "stop_string":
-            return said.stop_string
+            return response.stop_string
         case "end_token_id":
-            return said.end_token_id
+            return response.end_token_id
         case _:
             return None
 
@@ -131,23 +131,23 @@ class WholeAnswer:
 
     def __init__(self) -> None:
         self._text: dict[int, list[str]] = {}
-        self._said: dict[int, pb.GenerateResponse] = {}
+        self._responses: dict[int, pb.GenerateResponse] = {}
         self._ended: set[int] = set()
 
     def take(self, event: Event) -> None:
         """Keeps text, tokens, log-probabilities, the prompt and ends; nothing of drafts."""
-        said = self._said.setdefault(event.answer_index, pb.GenerateResponse())
+        response = self._responses.setdefault(event.answer_index, pb.GenerateResponse())
         if event.HasField("echo"):
-            said.echo.CopyFrom(event.echo)
+            response.echo.CopyFrom(event.echo)
         elif event.HasField("commit"):
             self._text.setdefault(event.answer_index, []).append(event.commit.text)
-            said.token_ids.extend(event.commit.token_ids)
-            said.logprobs.extend(event.commit.logprobs)
+            response.token_ids.extend(event.commit.token_ids)
+            response.logprobs.extend(event.commit.logprobs)
         elif event.HasField("finished"):
             self._ended.add(event.answer_index)
-            said.request_id = event.request_id
-            said.text = "".join(self._text.pop(event.answer_index, ()))
-            copy_end(event.finished, said)
+            response.request_id = event.request_id
+            response.text = "".join(self._text.pop(event.answer_index, ()))
+            copy_end(event.finished, response)
 
     async def send(self, event: Event) -> None:
         """The same for callers that may have to wait."""
@@ -156,19 +156,19 @@ class WholeAnswer:
     @property
     def is_complete(self) -> bool:
         """Whether every answer that began has ended, at least one."""
-        return bool(self._said) and len(self._ended) == len(self._said)
+        return bool(self._responses) and len(self._ended) == len(self._responses)
 
     def answers(self) -> list[tuple[int, pb.GenerateResponse]]:
         """Each answer by its index, without others."""
-        return sorted(self._said.items())
+        return sorted(self._responses.items())
 
     def one(self, index: int) -> pb.GenerateResponse:
         """An answer that has ended, without others."""
-        return self._said[index]
+        return self._responses[index]
 
     def response(self, request_id: str) -> pb.GenerateResponse:
         """The whole of it, once every answer has ended."""
-        first, *others = (said for _, said in self.answers())
+        first, *others = (response for _, response in self.answers())
         first.request_id = request_id
         first.others.extend(others)
         return first
@@ -217,34 +217,34 @@ class Gathering:
             raise StreamBroken(f"request {self._request_id!r}: the stream ended without Finished")
         first, *others = (
             _answer_of(
-                said, total_s, self._first_block_s.get(index, total_s), self._commits.get(index, ())
+                one, total_s, self._first_block_s.get(index, total_s), self._commits.get(index, ())
             )
-            for index, said in self._whole.answers()
+            for index, one in self._whole.answers()
         )
         return replace(first, others=tuple(others))
 
 
 def _answer_of(
-    said: pb.GenerateResponse,
+    response: pb.GenerateResponse,
     total_s: float,
     first_block_s: float,
     commits: Sequence[tuple[int, int]] = (),
 ) -> Answer:
     """One answer without the others, and its times on the client's clock."""
     return Answer(
-        text=said.text,
-        token_ids=tuple(said.token_ids),
-        logprobs=tuple(map(Logprob.of, said.logprobs)),
-        prompt=said.echo.text if said.HasField("echo") else None,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        logprobs=tuple(map(Logprob.of, response.logprobs)),
+        prompt=response.echo.text if response.HasField("echo") else None,
         commits=tuple(commits),
-        finish_reason=FINISH_REASONS.get(said.finish_reason, "unknown"),
-        usage=said.usage,
-        stats=Stats.of(said.stats),
-        request_id=said.request_id,
-        model=said.model,
-        seed=said.seed,
-        deterministic=said.deterministic,
-        stopped_by=_stopped_by(said),
+        finish_reason=FINISH_REASONS.get(response.finish_reason, "unknown"),
+        usage=response.usage,
+        stats=Stats.of(response.stats),
+        request_id=response.request_id,
+        model=response.model,
+        seed=response.seed,
+        deterministic=response.deterministic,
+        stopped_by=_stopped_by(response),
         first_block_s=first_block_s,
         total_s=total_s,
     )

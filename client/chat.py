@@ -226,8 +226,8 @@ def _is_listed(value: object) -> TypeGuard[Sequence[Any]]:
 
 def _shown(value: object) -> str:
     """A value for an error: in ASCII, shortened."""
-    told = ascii(value)
-    return told if len(told) <= 60 else f"{told[:60]}..."
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _check(value: object, level: int = 0) -> None:

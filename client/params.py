@@ -56,10 +56,10 @@ NUMBERS: Final[Mapping[str, Bounds]] = {
 
 
 def _setting(form: str, about: str, default: Any = None) -> Any:
-    told = {"form": form, "about": about}
+    metadata = {"form": form, "about": about}
     if default is dict:
-        return field(default_factory=dict, hash=False, metadata=told)
-    return field(default=default, metadata=told)
+        return field(default_factory=dict, hash=False, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

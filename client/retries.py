@@ -247,11 +247,11 @@ async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:
 
 def _mapped(error: grpc.aio.AioRpcError, target: str) -> EffuseError:
     """An error of a call, with the library's own text if no router has answered."""
-    found, told = from_rpc_error(error, target), error.details()
-    if not told or not str(found).endswith(lost(error.code())):
+    found, details = from_rpc_error(error, target), error.details()
+    if not details or not str(found).endswith(lost(error.code())):
         return found
-    is_absent = told.startswith(NEVER_CONNECTED)
-    return PeerLost(f"{f'no router answers on {target}' if is_absent else found}: {told}")
+    is_absent = details.startswith(NEVER_CONNECTED)
+    return PeerLost(f"{f'no router answers on {target}' if is_absent else found}: {details}")
 
 
 @contextlib.contextmanager

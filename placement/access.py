@@ -128,7 +128,7 @@ class RedisAccess:
         except FAULTS as error:
             cause = _cause(error)
             is_final = isinstance(cause, _FINAL) and not isinstance(cause, _PASSING)
-            return Silence(told(error, self), is_final)
+            return Silence(reason_of(error, self), is_final)
         finally:
             await close(client)
         return None
@@ -161,24 +161,24 @@ class _Sentinels(Sentinel):
         except MasterNotFoundError:
             asked = ("SENTINEL", "CKQUORUM", service_name)
             sentinels = cast(list[Any], self.sentinels)
-            told = await asyncio.gather(
+            answers = await asyncio.gather(
                 *(one.execute_command(*asked) for one in sentinels), return_exceptions=True
             )
-        raise MasterNotFoundError(_no_primary(service_name, told))
+        raise MasterNotFoundError(_no_primary(service_name, answers))
 
 
-def _no_primary(service: str, told: Sequence[object]) -> str:
+def _no_primary(service: str, answers: Sequence[object]) -> str:
     """The reason, from each Sentinel's answer or error about the quorum of a service."""
-    refused = [one for one in told if isinstance(one, AuthenticationError)]
-    faults = [one for one in told if isinstance(one, ResponseError)]
-    if any(not isinstance(one, BaseException) for one in told):
+    refused = [one for one in answers if isinstance(one, AuthenticationError)]
+    faults = [one for one in answers if isinstance(one, ResponseError)]
+    if any(not isinstance(one, BaseException) for one in answers):
         return f"the primary of {service!r} is down, and the Sentinels have not replaced it yet"
     if faults:
         names = "No such master" in str(faults[0])
         return f"no Sentinel knows the service {service!r}" if names else f"Sentinel: {faults[0]}"
     if refused:
         return f"a Sentinel refuses --sentinel-credentials, or misses them ({refused[0]})"
-    return f"no Sentinel answers ({told[0]})"
+    return f"no Sentinel answers ({answers[0]})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class _Credentials(CredentialProvider):
         return self.get_credentials()
 
 
-def told(error: BaseException, access: RedisAccess) -> str:
+def reason_of(error: BaseException, access: RedisAccess) -> str:
     """Why Redis does not answer, in one line that names the flag that helps."""
     error = _cause(error)
     text = " ".join(str(error).split()) or type(error).__name__

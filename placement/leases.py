@@ -129,7 +129,7 @@ class Announcer:
         self._on_superseded = on_superseded
         self._now = now
         self._lease = Lease()
-        self._is_heard = True  # as far as the log shows
+        self._is_announced = True  # as far as the log shows
         self.wake = asyncio.Event()  # to announce soon, because an urgent part has changed
         # A release waits for the running announcement, whose answer would undo the release.
         self._turn = asyncio.Lock()
@@ -175,14 +175,14 @@ class Announcer:
         try:
             event = await self._ask(record)
         except StoreUnavailable as error:
-            if self._is_heard:
+            if self._is_announced:
                 LOG.warning("%s is not announced: %s", record.worker_id, error)
-            self._is_heard = False
+            self._is_announced = False
             event = LeaseEvent.UNREACHABLE
         else:
-            if not self._is_heard:
+            if not self._is_announced:
                 LOG.info("%s is announced", record.worker_id)
-            self._is_heard = True
+            self._is_announced = True
         self._lease = advance(before, event, self._now())
         if self._lease.state is not before.state:
             LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
@@ -200,7 +200,7 @@ class Announcer:
         self.wake.clear()
 
 
-DEAF_S: Final = 2.0
+STALE_S: Final = 2.0
 """A reader without an answer for this long has missed polls, and judges no lease."""
 GRACE_S: Final = TTL_S
 """Time for a worker to appear again after the reader missed polls."""
@@ -234,17 +234,17 @@ class Snapshot:
     sightings: dict[str, Sighting]  # in the order of their ids
     is_current: bool  # the last poll was answered
     malformed: int = 0  # records ignored so far because they broke their schema
-    heard_at: float = float("-inf")  # when the last answered poll was sent
+    polled_at: float = float("-inf")  # when the last answered poll was sent
     faults: frozenset[str] = frozenset()  # errors of the records ignored in its answer
 
-    def is_deaf(self, now: float) -> bool:
+    def is_stale(self, now: float) -> bool:
         """Whether it cannot know which workers are gone: no answer of Redis, or a late poll."""
-        return not self.is_current or now - self.heard_at > DEAF_S
+        return not self.is_current or now - self.polled_at > STALE_S
 
     def alive(self, now: float) -> list[WorkerRecord]:
-        """Workers whose lease holds, or all while the reader is deaf; in the order of ids."""
-        is_deaf = self.is_deaf(now)
-        return [s.record for s in self.sightings.values() if is_deaf or s.expires_at > now]
+        """Workers whose lease holds, or all while the view is stale; in the order of ids."""
+        is_stale = self.is_stale(now)
+        return [s.record for s in self.sightings.values() if is_stale or s.expires_at > now]
 
 
 def merge(
@@ -256,7 +256,7 @@ def merge(
     """Returns the view after one poll; `answer` is (stored record, lease left in seconds).
 
     A worker that is missing from the answer stays until its last known lease expires, so that an
-    emptied or restarted Redis removes no worker. If the reader was deaf, the worker stays for at
+    emptied or restarted Redis removes no worker. If the view was stale, the worker stays for at
     least `GRACE_S`: it may have been stopped too, or must return to a Redis that was lost. It gets
     this period at most `MOST_PARDONS` times in a row, so that even a reader that is always late
     sees dead workers. A worker that has released its lease leaves immediately.
@@ -274,7 +274,7 @@ def merge(
             continue
         found[record.worker_id] = Sighting(record, asked_at + left_s)
     missing = {k: s for k, s in before.sightings.items() if k not in found}
-    if before.is_deaf(now):
+    if before.is_stale(now):
         missing = {k: _pardon(s, now) for k, s in missing.items()}
     kept = {k: s for k, s in missing.items() if s.expires_at > now}
     here = {k: s for k, s in found.items() if s.record.state != "released"}
@@ -307,7 +307,7 @@ class FleetView:
         self._only_news = only_news
         self._news = b""
         self._read_at = float("-inf")  # when it last read all workers anyway
-        # The workers alive, of which sightings, whether the reader was deaf, until when it is so.
+        # The workers alive, of which sightings, whether the view was stale, until when it is so.
         self._alive: tuple[list[WorkerRecord], object, bool, float] = ([], None, False, 0.0)
         self._store = store
         self._poll_s = poll_s
@@ -322,13 +322,13 @@ class FleetView:
     def workers(self) -> list[WorkerRecord]:
         """Returns the live workers, draining ones included, in the order of their ids."""
         now, seen = self._now(), self._snapshot.sightings
-        is_deaf = self._snapshot.is_deaf(now)
-        _, of, was_deaf, until = self._alive
-        if of is not seen or was_deaf is not is_deaf or now >= until:
+        is_stale = self._snapshot.is_stale(now)
+        _, of, was_stale, until = self._alive
+        if of is not seen or was_stale is not is_stale or now >= until:
             until = min(
                 (s.expires_at for s in seen.values() if s.expires_at > now), default=math.inf
             )
-            self._alive = self._snapshot.alive(now), seen, is_deaf, until
+            self._alive = self._snapshot.alive(now), seen, is_stale, until
         return self._alive[0]
 
     async def look(self, worker_id: str) -> WorkerRecord | None:
@@ -379,7 +379,7 @@ class FleetView:
                 LOG.info("the view of the fleet is current again")
             began = time.thread_time()
             if answer is None:
-                self._snapshot = replace(self._snapshot, is_current=True, heard_at=asked_at)
+                self._snapshot = replace(self._snapshot, is_current=True, polled_at=asked_at)
             else:
                 self._snapshot = merge(self._snapshot, answer, asked_at, self._now())
                 if self._only_news:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, cast
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from effuse.config.checks import RedisServers
-from effuse.placement.access import FAULTS, RedisAccess, close, let_go, told
+from effuse.placement.access import FAULTS, RedisAccess, close, let_go, reason_of
 from effuse.placement.records import (
     PlacementRecord,
     PrefixNews,
@@ -245,8 +245,8 @@ class Store:
                     pipeline.execute_command(*script, len(own), *own, *facts, *rest)  # only queued
                 return await pipeline.execute()
 
-        told = await self._ask_redis(write, self.placement_circuit)
-        return [cast(Placing, one.decode()) for one in cast(list[bytes], told)]
+        answers = await self._ask_redis(write, self.placement_circuit)
+        return [cast(Placing, one.decode()) for one in cast(list[bytes], answers)]
 
     async def placement(self, request_id: str) -> bytes | None:
         """The stored placement of a request, undecoded; None if there is none. Lookups wait for
@@ -262,8 +262,8 @@ class Store:
         args = (name, record.router_id, encode(record), _ms(lifetime_s), digest, keys.router_prefix)
         script_keys = [keys.request(name), keys.running, keys.ended, keys.answer(name)]
         async with self._turn():
-            told = await self._run_script("claim", script_keys, args, self.placement_circuit)
-        outcome, *rest = cast(list[bytes], told)
+            answer = await self._run_script("claim", script_keys, args, self.placement_circuit)
+        outcome, *rest = cast(list[bytes], answer)
         if outcome == b"answered":
             return Claim(response=rest[0])
         if outcome == b"running":
@@ -376,7 +376,7 @@ class Store:
                 circuit.failed()
             if isinstance(error, ReadOnlyError) or str(error).startswith("NOREPLICAS"):
                 await let_go(self._redis, self._timeout_s)
-            raise StoreUnavailable(f"Redis: {told(error, self._access)}") from error
+            raise StoreUnavailable(f"Redis: {reason_of(error, self._access)}") from error
         finally:
             if task and task.cancelling() > cancelled:
                 # redis-py writes through asyncio.wait_for, in which Python 3.11 may lose it.

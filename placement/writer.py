@@ -147,7 +147,7 @@ class PlacementWriter:
                 placings = [
                     (one, RUNNING_S if one.state == "running" else FINISHED_S) for one in records
                 ]
-                told = await self._store.place(placings, self._held)
+                answers = await self._store.place(placings, self._held)
             except StoreUnavailable as error:
                 LOG.debug("%d placements wait: %s", len(self._pending), error)
                 if isinstance(error, StoreFull) and not self.is_full:
@@ -160,7 +160,7 @@ class PlacementWriter:
             if self.is_full:
                 LOG.warning("Redis accepts placements again")
                 self.is_full = False
-            for record, answer in zip(records, told, strict=True):
+            for record, answer in zip(records, answers, strict=True):
                 self._note_answer(record, answer)
             self._queue_renewals()
         self._empty.set()

@@ -15,7 +15,7 @@ from e2e.tiny import tiny_fleet
 from slowness import patient
 
 from effuse.cli.fleet import Fleet
-from effuse.placement.leases import DEAF_S, GRACE_S
+from effuse.placement.leases import GRACE_S, STALE_S
 from effuse.v1 import generation_pb2, model_pb2, model_pb2_grpc
 
 WORKERS = ("prefill-0", "decode-0", "decode-1")
@@ -79,7 +79,7 @@ def test_a_paused_machine_costs_no_engine_and_no_lease(fleet: Fleet, client: Cli
     engines = [engine_of(fleet.processes[name].pid) for name in WORKERS]
     with frozen(fleet):
         time.sleep(PAUSE_S)
-    until = time.monotonic() + 2 * (DEAF_S + GRACE_S)
+    until = time.monotonic() + 2 * (STALE_S + GRACE_S)
     while time.monotonic() < until:
         assert lives(client) == before
         time.sleep(0.02)

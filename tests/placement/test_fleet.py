@@ -53,10 +53,10 @@ def test_after_a_time_in_which_nothing_was_heard_workers_have_a_lease_to_come_ba
 ) -> None:
     """After a frozen machine, Redis also reports that all leases have expired."""
     view = merge(EMPTY, stored((redis_server.RECORD, 3.0)), 10.0, 10.0)
-    deaf = dataclasses.replace(view, is_current=is_current)
+    stale = dataclasses.replace(view, is_current=is_current)
     now = 10.0 + pause_s
-    assert deaf.alive(now), "nobody is gone for who has not asked"
-    back = merge(deaf, [], now, now)
+    assert stale.alive(now), "nobody is gone for who has not asked"
+    back = merge(stale, [], now, now)
     assert ids(merge(back, [], now + GRACE_S - 0.1, now + GRACE_S - 0.1)) == ["decode-0"]
     later = merge(back, [], now + 1.9, now + 1.9)
     assert ids(merge(later, [], now + GRACE_S, now + GRACE_S)) == []

@@ -129,11 +129,11 @@ def handoff_lease_judged_early() -> Patch:
     return patch.object(Machine, "is_overdue", is_overdue)
 
 
-def leases_judged_while_deaf() -> Patch:
-    return patch.object(fleet.Snapshot, "is_deaf", lambda *_: False)
+def leases_judged_while_stale() -> Patch:
+    return patch.object(fleet.Snapshot, "is_stale", lambda *_: False)
 
 
-def no_grace_after_deafness() -> Patch:
+def no_grace_after_staleness() -> Patch:
     return patch.object(fleet, "GRACE_S", 0.0)
 
 
@@ -186,7 +186,7 @@ def answers_forgotten_until_redis_has_them() -> Patch:
 
 def answers_kept_without_their_last_tokens() -> Patch:
     async def send(self: SharedRequest, event: GenerateStreamResponse) -> None:
-        if self._said is not None and 0 not in self._said._said:
+        if self._said is not None and 0 not in self._said._responses:
             await _send(self, event)
 
     return patch.object(SharedRequest, "send", send)
@@ -214,8 +214,8 @@ MUTANTS: Sequence[Callable[[], Patch]] = (
     drained_before_writes_are_over,
     running_forward_forgotten,
     handoff_lease_judged_early,
-    leases_judged_while_deaf,
-    no_grace_after_deafness,
+    leases_judged_while_stale,
+    no_grace_after_staleness,
     committed_twice,
     freed_pages_released_again,
     ids_not_claimed,
