@@ -35,7 +35,7 @@ from google.protobuf.message_factory import GetMessageClass
 from effuse.protos import rpc
 from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated, from_rpc_error
 from effuse.protos.fleet_secret import LEAST_BYTES, FleetSecret
-from effuse.protos.gate import TOLD
+from effuse.protos.gate import NEEDS_CREDENTIALS
 from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles, check_name
 from effuse.v1 import generation_pb2_grpc as generation
@@ -123,9 +123,9 @@ class FleetOnly:
     def admit(self, shown: dict[str, str | bytes]) -> None:
         token, address = shown.get(TOKEN_KEY), self._address()
         if not (isinstance(token, str) and address and token.isascii()):
-            raise Unauthenticated(TOLD)
+            raise Unauthenticated(NEEDS_CREDENTIALS)
         if not hmac.compare_digest(token, self._token(address)):
-            raise Unauthenticated(TOLD)
+            raise Unauthenticated(NEEDS_CREDENTIALS)
 
 
 class ProofServicer(proof.ProofServiceServicer):
@@ -253,8 +253,8 @@ class calling:  # used like a function; a generator is larger, and stays for lon
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, grpc.aio.AioRpcError):
             if self._logs:
-                told = (self._peer, error.code().name, error.details())
-                LOG.info("%s ended its call with %s: %s", *told)
+                args = (self._peer, error.code().name, error.details())
+                LOG.info("%s ended its call with %s: %s", *args)
             raise from_rpc_error(error, self._peer) from error
         if isinstance(error, TimeoutError | grpc.aio.UsageError):  # the latter: a closed channel
             raise PeerLost(f"{self._peer} does not answer") from error

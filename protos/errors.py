@@ -286,8 +286,8 @@ def _bad_request(violations: Sequence[FieldViolation]) -> error_details_pb2.BadR
     """As many violations as fit, and the number of further ones."""
     bad = error_details_pb2.BadRequest()
     for one in violations[:_MOST_VIOLATIONS]:
-        told = _cut(one.description, _DESCRIPTION_CHARS)
-        bad.field_violations.add(field=_cut(one.field, _FIELD_CHARS), description=told)
+        description = _cut(one.description, _DESCRIPTION_CHARS)
+        bad.field_violations.add(field=_cut(one.field, _FIELD_CHARS), description=description)
     if more := len(violations[_MOST_VIOLATIONS:]):
         bad.field_violations.add(description=f"and {more} more")
     return bad
@@ -326,9 +326,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> EffuseError:
         return DeadlineExceeded(f"{peer} did not finish before the deadline")
     if code is grpc.StatusCode.CANCELLED:
         return Cancelled(f"the call to {peer} was cancelled")
-    told = error.details() or ""
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in told:
-        return InvalidRequest.of("", f"a message of the call to {peer} is too large: {told}")
+    details = error.details() or ""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:
+        return InvalidRequest.of("", f"a message of the call to {peer} is too large: {details}")
     return PeerLost(f"{peer}{lost(code)}")
 
 

@@ -47,5 +47,5 @@ class FleetSecret:
 
     def derive(self, purpose: str, *parts: bytes) -> bytes:
         """32 bytes derived from the secret for one purpose; only its owners can compute them."""
-        told = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
-        return hmac.digest(self._secret, told, "sha256")
+        message = b"".join(len(one).to_bytes(4, "big") + one for one in (purpose.encode(), *parts))
+        return hmac.digest(self._secret, message, "sha256")

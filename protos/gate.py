@@ -46,7 +46,7 @@ from effuse.protos.errors import (
 )
 
 OPEN_SERVICES: Final = ("/grpc.health.v1.Health/", "/effuse.v1.ProofService/")
-TOLD: Final = "this call needs credentials that this server accepts"
+NEEDS_CREDENTIALS: Final = "this call needs credentials that this server accepts"
 """The whole answer to a refused caller, whatever is wrong."""
 
 CALLER: Final[ContextVar[str]] = ContextVar("caller", default="")
@@ -146,7 +146,7 @@ def _refusing(error: Exception, method: str) -> _Handler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-_REFUSAL: Final = _refusing(Unauthenticated(TOLD), "")
+_REFUSAL: Final = _refusing(Unauthenticated(NEEDS_CREDENTIALS), "")
 
 
 def _behaviour_of(handler: _Handler) -> tuple[_Behaviour, Callable[..., _Handler]]:
@@ -204,14 +204,14 @@ async def _abort(context: _Context, error: Exception, method: str) -> None:
     if not request_id:
         request_id = secrets.token_hex(8)
         trailers += ((REQUEST_ID_KEY, request_id),)
-    told = error if isinstance(error, EffuseError) else Bug("")
-    if isinstance(told, Bug):
+    sent = error if isinstance(error, EffuseError) else Bug("")
+    if isinstance(sent, Bug):
         LOG.error("%s failed, correlation id %s", method, request_id, exc_info=error)
-        told = Bug.told(request_id, retryable=told.retryable)
-    status = to_status(told)
+        sent = Bug.told(request_id, retryable=sent.retryable)
+    status = to_status(sent)
     details = (DETAILS_KEY, status.SerializeToString())
     with contextlib.suppress(grpc.aio.InternalError):  # the call has ended already
-        await context.abort(told.code, status.message, (*trailers, details))
+        await context.abort(sent.code, status.message, (*trailers, details))
 
 
 _AnyContext: TypeAlias = "grpc.aio.ServicerContext[object, object]"
@@ -329,13 +329,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpcio sh
         """The status of a service, now and after each change, until this server drains. It waits
         for changes without a deadline on purpose: the caller ends it.
         """
-        told: int | None = None
+        sent: int | None = None
         while True:
             changed = self._changed
             status = self._statuses.get(request.service, _UNKNOWN)
-            if status != told:
+            if status != sent:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
-                told = status
+                sent = status
             if self._is_draining:
                 return
             await changed.wait()

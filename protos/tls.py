@@ -153,8 +153,8 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str | Non
     """A handshake in memory, with a server of this name. Raises SSLCertVerificationError if either
     end refuses it."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    told = client.wrap_bio(down, up, server_hostname=name)
-    ends = (told, server.wrap_bio(up, down, server_side=True))
+    client_end = client.wrap_bio(down, up, server_hostname=name)
+    ends = (client_end, server.wrap_bio(up, down, server_side=True))
     for end in ends * 3:
         try:
             end.do_handshake()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from effuse.protos.errors import InvalidRequest, Overloaded, Unauthenticated
-from effuse.protos.gate import CALLER, TOLD
+from effuse.protos.gate import CALLER, NEEDS_CREDENTIALS
 from effuse.protos.tls import Renewal
 
 LOG: Final = logging.getLogger(__name__)
@@ -119,10 +119,10 @@ class KeyRing:
         """Notes whose call it is; raises `Unauthenticated`."""
         given = shown.get(AUTHORIZATION)
         if not (isinstance(given, str) and given[: len(SCHEME)].lower() == SCHEME):
-            raise Unauthenticated(TOLD)
+            raise Unauthenticated(NEEDS_CREDENTIALS)
         tenant = self.find(given[len(SCHEME) :].strip())
         if tenant is None:
-            raise Unauthenticated(TOLD)
+            raise Unauthenticated(NEEDS_CREDENTIALS)
         CALLER.set(tenant.name)
 
     def find(self, token: str) -> Tenant | None:
