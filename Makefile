@@ -43,6 +43,8 @@ REQUESTS ?= 20000
 KILLS ?= 1000
 NETWORK_FAULTS ?= 200
 CONNECTOR ?= nixl
+# Of `make combinations`.
+MINUTES ?= 30
 # Number of inputs for `make fuzz`.
 MESSAGES ?= 1000000
 # Tests under compute-sanitizer: each operator in one small shape, and whole steps without graphs.
@@ -139,6 +141,10 @@ test-clients: $(VENV)/.dev clients ## Install these clients, and test a fleet wi
 .PHONY: degrees
 degrees: $(VENV)/.dev ## Hold the tokens of workers of 1, 2 and 4 devices, on CPUs, against the references; takes two hours (ONLY="nixl, 2 to 4")
 	PYTHONPATH=tests $(BIN)/python -m e2e.degrees --only "$(ONLY)"
+
+.PHONY: combinations
+combinations: $(VENV)/.dev ## Hold the tokens of fleets that combine every two settings, on CPUs, against the references (SEED=1 MINUTES=30)
+	PYTHONPATH=tests $(BIN)/python -m e2e.combinations --seed $(SEED) --seconds $$(($(MINUTES) * 60))
 
 .PHONY: by-pool
 by-pool: $(VENV)/.dev ## Time prompts at once by handoffs and through a real pool, on CPUs (POOL=lmcache)

@@ -21,7 +21,7 @@ from checkpoints import ARCHITECTURES, architecture_of
 from e2e.client import all_at_once, connect
 from e2e.kept import FAST_DLLM_V2, LLADA2, SDAR, Family, canvas
 from e2e.test_equality import solid_jobs
-from e2e.tiny import TINY, fleet_of, tiny_fleet
+from e2e.tiny import TINY, fleet_of, tiny_checkpoint
 
 from effuse.cli.fleet import Fleet
 from effuse.client.params import make_request
@@ -142,6 +142,11 @@ def differing(case: Case, most: int | None = None) -> tuple[int, int]:
         if max(case.context, case.rows, *case.stages) > 1:  # once more, with the KV that was kept
             answers += all_at_once(client.generate, requests)
             asked = asked * 2
+    return count_wrong(asked, answers)
+
+
+def count_wrong(asked: Sequence[Asked], answers: Sequence[pb.GenerateResponse]) -> tuple[int, int]:
+    """(tokens that differ from the expected ones, tokens) of answers, and of those beside them."""
     num_tokens = num_wrong = 0
     for (request, expected), first in zip(asked, answers, strict=True):
         both = [first, *first.others]
@@ -171,52 +176,55 @@ def flags_of(case: Case) -> tuple[list[str], list[str]]:
 
 @contextlib.contextmanager
 def serving(case: Case) -> Iterator[tuple[Fleet, list[Asked]]]:
-    """The fleet, and its requests with the expected tokens. Greedy requests get `_ANSWERS` answers,
-    which are equal.
-    """
+    """The fleet, and its requests with the expected tokens."""
     prefill, decode = flags_of(case)
-    pages = ("--page-size", str(case.page_size))
-    # So few that it preempts.
-    few = str(-(-14 * TINY.page_size // (case.page_size * case.context)))
-    if case.work in ARCHITECTURES:
-        architecture = architecture_of(case.work)
-        with tiny_fleet(
-            architecture,
-            connector=case.connector,
-            prefill=min(case.prefill, 1),
-            worker_flags=pages,
-            prefill_flags=(*prefill,),
-            decode_flags=(*decode, "--num-pages", few),
-        ) as fleet:
-            yield (
-                fleet,
-                [
-                    (with_answers(job.message()), expected.token_ids)
-                    for algorithm in case.algorithms
-                    for job, expected in solid_jobs(architecture, algorithm, seed=3, least_blocks=7)
-                ],
-            )
-        return
-    family = _family(case.work)
-    spread = ("--expert-parallel",) if case.work == SPREAD else ()
+    if case.work in ARCHITECTURES:  # so few pages that it preempts
+        decode += ["--num-pages", str(-(-14 * TINY.page_size // (case.page_size * case.context)))]
+    if case.work == SPREAD:
+        prefill += ["--expert-parallel"] if case.prefill > 1 else []
+        decode += ["--expert-parallel"] if case.decode > 1 else []
     with (
         tempfile.TemporaryDirectory(prefix="effuse-degrees-") as home,
         fleet_of(
-            family.write(Path(home) / "model", family.block_size),
+            model_of(case.work, Path(home)),
             connector=case.connector,
             prefill=min(case.prefill, 1),
-            worker_flags=pages,
-            prefill_flags=(*prefill, *(spread if case.prefill > 1 else ())),
-            decode_flags=(*decode, *(spread if case.decode > 1 else ())),
+            worker_flags=("--page-size", str(case.page_size)),
+            prefill_flags=(*prefill,),
+            decode_flags=(*decode,),
         ) as fleet,
     ):
-        asked = [
-            (make_request(run.prompt, run.params, token_ids=True), run.tokens)
-            for run in family.runs(family.block_size)
+        yield fleet, asked_of(case.work, case.algorithms)
+
+
+def model_of(work: str, home: Path) -> Path:
+    """Writes the checkpoint of an architecture or a loop."""
+    if work in ARCHITECTURES:
+        return tiny_checkpoint(home / work, architecture_of(work))
+    family = _family(work)
+    return family.write(home / "model", family.block_size)
+
+
+def asked_of(work: str, algorithms: Sequence[str] = ALGORITHMS) -> list[Asked]:
+    """Requests of a work, those of an architecture for these algorithms, with the expected tokens.
+    Greedy ones get `_ANSWERS` answers, which are equal, except on a canvas, where positions are
+    drawn too."""
+    if work in ARCHITECTURES:
+        return [
+            (with_answers(job.message()), expected.token_ids)
+            for algorithm in algorithms
+            for job, expected in solid_jobs(
+                architecture_of(work), algorithm, seed=3, least_blocks=7
+            )
         ]
-        if case.work not in CANVASES:  # these draw positions too
-            asked = [(with_answers(request), tokens) for request, tokens in asked]
-        yield fleet, asked
+    family = _family(work)
+    asked = [
+        (make_request(run.prompt, run.params, token_ids=True), run.tokens)
+        for run in family.runs(family.block_size)
+    ]
+    if work in CANVASES:
+        return asked
+    return [(with_answers(request), tokens) for request, tokens in asked]
 
 
 def with_answers(request: pb.GenerateRequest) -> pb.GenerateRequest:
