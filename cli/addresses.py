@@ -24,13 +24,13 @@ SECRET: Final = "fleet.secret"
 def addresses(target: str) -> list[str]:
     """A line for each address of the fleet behind `target`, as host:port: gRPC, HTTP and page, and
     metrics. Only fleets that this user started on this machine have more than the first."""
-    told = _facts_of(target)
-    served = {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
-    http = dict.fromkeys(facts["http"] for facts in told.values() if "http" in facts)
+    processes = _facts_of(target)
+    served = {name: facts["metrics"] for name, facts in processes.items() if "metrics" in facts}
+    http = dict.fromkeys(facts["http"] for facts in processes.values() if "http" in facts)
     lines = {
         "gRPC": target,
         "HTTP": ", ".join(http),
-        "page": told[PAGE]["address"] if PAGE in told else "",
+        "page": processes[PAGE]["address"] if PAGE in processes else "",
         "metrics": ", ".join(f"{name} {at}" for name, at in sorted(served.items())),
     }
     return [f"{name}: {at}" for name, at in lines.items() if at]
@@ -50,11 +50,11 @@ def _facts_of(target: str) -> dict[str, dict[str, str]]:
 
 
 def _facts_in(home: Path) -> dict[str, dict[str, str]]:
-    told: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for file in home.glob(f"*{READY}"):
         with suppress(OSError, ValueError):  # it is being replaced
-            told[file.name.removesuffix(READY)] = read_facts(file)
-    return told
+            found[file.name.removesuffix(READY)] = read_facts(file)
+    return found
 
 
 def _home_of(target: str) -> Path | None:

@@ -194,10 +194,10 @@ def credentials_of(parser: argparse.ArgumentParser, found: argparse.Namespace) -
 def add_knobs(parser: argparse.ArgumentParser) -> None:
     for one in fields(Params):
         about = one.metadata["about"]
-        told = about if "(default: " in about else f"{about} (default: the model's)"
+        text = about if "(default: " in about else f"{about} (default: the model's)"
         flag = "--stop-token-id" if one.name == "stop_token_ids" else flag_of(one.name)
         kind = _kind_of(one.name, one.metadata["form"])
-        parser.add_argument(flag, dest=one.name, help=told, **kind)
+        parser.add_argument(flag, dest=one.name, help=text, **kind)
 
 
 def _kind_of(name: str, metavar: str) -> dict[str, Any]:
@@ -265,14 +265,14 @@ def explain(error: EffuseError | grpc.aio.AioRpcError, target: str, accepts: str
     """Why the call to `target` failed, on one line, with a remedy, for `calling`."""
     call = error.__cause__ if isinstance(error, EffuseError) else error
     found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
-    code, told = found.code, str(found)
+    code, text = found.code, str(found)
     if isinstance(call, grpc.RpcError):
         status = cast("grpc.aio.AioRpcError", call)
         if str(from_rpc_error(status, target)).endswith(lost(status.code())):
             code, details = status.code(), status.details() or "no details"
-            told = _lost(code, details, target)
+            text = _lost(code, details, target)
     hint = f" ({accepts})" if code is grpc.StatusCode.UNAUTHENTICATED else ""
-    return f"{code.name}: {told}{hint}"
+    return f"{code.name}: {text}{hint}"
 
 
 def _lost(code: grpc.StatusCode, details: str, target: str) -> str:

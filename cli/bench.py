@@ -229,7 +229,7 @@ class Bench:
             run = tally.run(name, self._job.goals, math.nan if rate is None else rate)
             if run.samples or run.failed:
                 self.runs.append(run)
-            for line in tally.tell_failures():
+            for line in tally.failure_lines():
                 print(f"effuse bench: {name}: {line}", file=sys.stderr)
         if self.runs and self.runs[-1] is run:
             self.runs[-1] = _graded(run, self._job)

@@ -46,8 +46,8 @@ class GhzReport(msgspec.Struct, frozen=True, rename="camel"):
         return found[0].latency * _NS if found else None
 
     def line(self) -> str:
-        told = [(at, self.seconds_at(at)) for at in PERCENTILES]
-        latencies = [f"p{at} {1e3 * found:.0f} ms" for at, found in told if found is not None]
+        points = [(at, self.seconds_at(at)) for at in PERCENTILES]
+        latencies = [f"p{at} {1e3 * found:.0f} ms" for at, found in points if found is not None]
         return ", ".join([f"{self.count} calls, {self.rps:.1f} a second", *latencies])
 
 

@@ -237,14 +237,14 @@ def longest_start_s(config: FleetConfig) -> float:
 
     Raises ValueError if a flag is not a number, like the next functions.
     """
-    told = [value_of(flags, "--startup-timeout-s") for flags in _flags_of_workers(config)]
-    return max(float(one or WorkerConfig.startup_timeout_s) for one in told) + _MORE_S
+    given = [value_of(flags, "--startup-timeout-s") for flags in _flags_of_workers(config)]
+    return max(float(one or WorkerConfig.startup_timeout_s) for one in given) + _MORE_S
 
 
 def longest_end_s(config: FleetConfig, role: str) -> float:
     if role == "router":
-        told = value_of(config.router_flags, "--drain-s")
-        return RouterConfig(drain_s=float(told or RouterConfig().drain_s)).longest_end_s
+        drain_s = value_of(config.router_flags, "--drain-s")
+        return RouterConfig(drain_s=float(drain_s or RouterConfig().drain_s)).longest_end_s
     given = [value_of(flags, "--drain-s") for flags in _flags_of_workers(config)]
     longest = max(float(one or WorkerConfig().drain_s) for one in given)
     return WorkerConfig(drain_s=longest).longest_end_s
@@ -262,8 +262,8 @@ def _memory_flags(gpu: Assignment | None, given: Sequence[str]) -> list[str]:
     """
     if gpu is None or gpu.share == 1:
         return []
-    told = value_of(given, _MEMORY) or WorkerConfig.gpu_memory_utilization
-    return [_MEMORY, f"{float(told) * gpu.share:g}"]
+    share = value_of(given, _MEMORY) or WorkerConfig.gpu_memory_utilization
+    return [_MEMORY, f"{float(share) * gpu.share:g}"]
 
 
 def _python(module: str) -> list[str]:

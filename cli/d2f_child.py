@@ -58,8 +58,8 @@ def main() -> None:
             cut = next((at for at, one in enumerate(answer) if one in ends), len(answer))
             written = answer[: min(cut, job["max_tokens"])]
             text = listener.decode(written, skip_special_tokens=True)
-            told = {"prompt": place, "tokens": len(written), "forwards": forwards[0]}
-            print(json.dumps({**told, "text": text, "total_s": total_s}), file=out)
+            fields = {"prompt": place, "tokens": len(written), "forwards": forwards[0]}
+            print(json.dumps({**fields, "text": text, "total_s": total_s}), file=out)
 
 
 def _load(job: dict[str, Any]) -> Any:

@@ -50,9 +50,9 @@ def authors_loop(repo: Path, rivals: Rivals, timeout_s: float, tally: Tally) -> 
     with _child(repo, rivals, timeout_s) as lines:
         next(lines)  # the model is loaded
         for _ in rivals.begin(tally):
-            told = next(lines)
-            counts, took = (told["tokens"], told["forwards"]), told["total_s"]
-            tally.add(Sample(*counts, took, took, prompt=told["prompt"], text=told["text"]))
+            answer = next(lines)
+            counts, took = (answer["tokens"], answer["forwards"]), answer["total_s"]
+            tally.add(Sample(*counts, took, took, prompt=answer["prompt"], text=answer["text"]))
 
 
 def job_of(repo: Path, rivals: Rivals) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Fleet:
         self.processes: dict[str, Process] = {}
         self.gpus = config.assignments()  # by worker; empty if the environment decides
         self.ready_s = 0.0  # seconds from `start` until the router knew every worker
-        self._told: dict[str, dict[str, str]] = {}  # of each process, once it is ready
+        self._facts: dict[str, dict[str, str]] = {}  # of each process, once it is ready
         self._commands: dict[str, list[str]] = {}
         self._ids: dict[str, str] = {}  # of workers that replaced another one, by name
         self._ended: list[Process] = []  # processes that are being replaced
@@ -94,15 +94,15 @@ class Fleet:
         return self.address_of(router_names(self.config)[0])
 
     def address_of(self, name: str) -> str:
-        return self._told[name]["address"]
+        return self._facts[name]["address"]
 
     def metrics(self) -> dict[str, str]:
         """Current addresses of the processes' metrics, host:port by name."""
-        told = self._told.copy()
-        for name in told:
+        current = self._facts.copy()
+        for name in current:
             with contextlib.suppress(FileNotFoundError):  # it is starting again
-                told[name] = self.home.told(self._id(name))
-        return {name: facts["metrics"] for name, facts in told.items() if "metrics" in facts}
+                current[name] = self.home.facts(self._id(name))
+        return {name: facts["metrics"] for name, facts in current.items() if "metrics" in facts}
 
     def names(self, *roles: Role) -> list[str]:
         return [name for role in roles for name in self.processes if _role_of(name) == role]
@@ -185,14 +185,14 @@ class Fleet:
 
     def _bring(self, name: str) -> Iterator[None]:
         """Start a missing process, and wait until it and all routers are ready."""
-        is_told = False
+        is_logged = False
         while name not in self.processes:
             try:
                 self._spawn(name)
             except OSError as error:  # no memory for it, or no room for its log
-                if not is_told:
+                if not is_logged:
                     LOG.warning("%s cannot be started yet: %s", name, error)
-                is_told = True
+                is_logged = True
                 yield
         routers = self.names("router") if _role_of(name) in WORKERS else []
         while not (
@@ -212,7 +212,7 @@ class Fleet:
         if name == "redis":
             return self.home.redis_access.silence(self.redis_url, self.name) is None
         try:
-            self._told[name] = self.home.told(self._id(name))
+            self._facts[name] = self.home.facts(self._id(name))
         except FileNotFoundError:
             return False
         return True
@@ -226,8 +226,8 @@ class Fleet:
 
         def enough() -> bool:
             nonlocal seen
-            told = [self.home.live_workers(name) for name in router_names(self.config)]
-            seen = min(one for one, _ in told), min(one for _, one in told)
+            counts = [self.home.live_workers(name) for name in router_names(self.config)]
+            seen = min(one for one, _ in counts), min(one for _, one in counts)
             return seen[0] >= prefill and seen[1] >= decode
 
         if not self._wait(time.monotonic() + timeout_s, enough):

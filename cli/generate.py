@@ -41,7 +41,7 @@ from effuse.config.flags import CommandError
 from effuse.protos.channels import fields_of
 
 _LOOK_S = 0.2  # seconds between checks for Ctrl-C while a chat waits
-_TOLD = (
+_FIELDS = (
     *("text", "finish_reason", "stopped_by", "request_id", "model", "seed", "token_ids"),
     *("first_block_s", "total_s"),
 )
@@ -162,8 +162,8 @@ def run(job: GenerateJob) -> None:
                 _show_answer(client, job, prompt, at)
             return
         chat = job.begun
-        for at, said in enumerate(_turns(job.prompts)):
-            asked = chat.user(said)
+        for at, turn in enumerate(_turns(job.prompts)):
+            asked = chat.user(turn)
             try:
                 answer = _show_answer(client, job, asked, at)
             except CommandError as error:
@@ -180,12 +180,12 @@ def _turns(first: Iterable[Prompt]) -> Iterator[str]:
     yield from map(str, first)
     while line := _read_line():
         try:
-            said = line.decode().rstrip("\r\n")
+            turn = line.decode().rstrip("\r\n")
         except UnicodeDecodeError:
             print("effuse generate: expected UTF-8 text, not sent", file=sys.stderr)
             continue
-        if said.strip():
-            yield said
+        if turn.strip():
+            yield turn
 
 
 def _read_line() -> bytes:
@@ -219,8 +219,8 @@ def _show_answer(client: Client, job: GenerateJob, prompt: Prompt, at: int) -> A
         for line in logprob_lines(one):
             print(line, file=sys.stderr)
         if job.stats:
-            told = figures(one, None if one is answer else answer)
-            print(f"{name}: {told}" if name else told, file=sys.stderr)
+            text = figures(one, None if one is answer else answer)
+            print(f"{name}: {text}" if name else text, file=sys.stderr)
     return answer
 
 
@@ -256,10 +256,10 @@ def json_lines(answer: Answer, at: int) -> list[str]:
     """A JSON object for each answer to prompt `at`, with the field names of `Answer`."""
     lines = []
     for index, one in enumerate(answer.answers):
-        told = {name: getattr(one, name) for name in _TOLD}
-        told |= {"usage": fields_of(one.usage), "stats": asdict(one.stats)}
-        told |= {"logprobs": [asdict(each) for each in one.logprobs]} if one.logprobs else {}
-        lines.append(json.dumps({"prompt": at, "answer": index, **told}))
+        values = {name: getattr(one, name) for name in _FIELDS}
+        values |= {"usage": fields_of(one.usage), "stats": asdict(one.stats)}
+        values |= {"logprobs": [asdict(each) for each in one.logprobs]} if one.logprobs else {}
+        lines.append(json.dumps({"prompt": at, "answer": index, **values}))
     return lines
 
 
@@ -281,8 +281,8 @@ def _print_text(event: Event) -> None:
 
 def logprob_lines(answer: Answer) -> list[str]:
     return [
-        f"{token:>7} {told.logprob:9.4f}" + "".join(f"  {i}: {own:.4f}" for i, own in told.top)
-        for token, told in zip(answer.token_ids, answer.logprobs, strict=False)
+        f"{token:>7} {one.logprob:9.4f}" + "".join(f"  {i}: {own:.4f}" for i, own in one.top)
+        for token, one in zip(answer.token_ids, answer.logprobs, strict=False)
     ]
 
 

@@ -149,8 +149,8 @@ def _check_names(gpus: Sequence[str]) -> None:
 
 def _too_few(workers: Collection[str], needed: int, gpus: Sequence[str]) -> str:
     count, roles = len(workers), Counter(worker.split("-")[0] for worker in workers)
-    told = ", ".join(f"{roles[role]} {role}" for role in ("prefill", "decode"))
-    fleet = f"{count} worker{'s' * (count > 1)}" + (f" ({told})" if not roles["worker"] else "")
+    parts = ", ".join(f"{roles[role]} {role}" for role in ("prefill", "decode"))
+    fleet = f"{count} worker{'s' * (count > 1)}" + (f" ({parts})" if not roles["worker"] else "")
     if needed != count:
         return f"{fleet} need {needed} GPUs by their parallel sizes, got {_listed(gpus)}"
     return (

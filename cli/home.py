@@ -73,11 +73,11 @@ class Home:
     def ready_file(self, name: str) -> Path:
         return self.path / f"{name}{READY}"
 
-    def told(self, name: str) -> dict[str, str]:
+    def facts(self, name: str) -> dict[str, str]:
         """Facts of a ready process, including its address as host:port."""
         return read_facts(self.ready_file(name))
 
-    def tell_page(self, address: str) -> None:
+    def write_page(self, address: str) -> None:
         """Stores the address of the page about the fleet, for `effuse status`."""
         write_ready_file(self.ready_file(PAGE), address)
 
@@ -86,12 +86,12 @@ class Home:
         ready = self.ready_file(router)
         if not ready.exists():  # it is being replaced
             return 0, 0
-        told = json.loads(ready.read_text())
-        return int(told["prefill"]), int(told["decode"])
+        facts = json.loads(ready.read_text())
+        return int(facts["prefill"]), int(facts["decode"])
 
     def knows(self, router: str, worker_id: str) -> bool:
         try:
-            return worker_id in self.told(router)["workers"].split(",")
+            return worker_id in self.facts(router)["workers"].split(",")
         except FileNotFoundError:  # it is being replaced
             return False
 

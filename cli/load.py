@@ -80,7 +80,7 @@ class Tally:
             self.failures[result] += 1
         self._on_done()
 
-    def tell_failures(self) -> list[str]:
+    def failure_lines(self) -> list[str]:
         by_status: dict[str, Counter[str]] = {}
         for text, count in self.failures.items():
             by_status.setdefault(text.partition(":")[0], Counter())[text] += count

@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(msgspec.to_builtins(sheets), indent=1))
     else:
         heads = [f"{one.model}:" if one.model else "the plan:" for one in sheets]
-        told = ("\n  ".join([head, *one.lines]) for head, one in zip(heads, sheets, strict=True))
-        print("\n\n".join(told))
+        texts = ("\n  ".join([head, *one.lines]) for head, one in zip(heads, sheets, strict=True))
+        print("\n\n".join(texts))
     return 0
 
 

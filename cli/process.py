@@ -266,7 +266,7 @@ def _as_object(name: str, line: str) -> str:
     """A JSON log line of effuse with the name of its process added; text of another program becomes
     a message."""
     try:
-        told = json.loads(line)
+        entry = json.loads(line)
     except ValueError:
-        told = None
-    return json.dumps({"name": name, **(told if isinstance(told, dict) else {"message": line})})
+        entry = None
+    return json.dumps({"name": name, **(entry if isinstance(entry, dict) else {"message": line})})

@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
         if asked.worker not in found:
             raise NotFound(f"no worker is named {asked.worker!a}: {', '.join(found) or 'none'}")
     with calling(place := found[asked.worker].address, "--fleet-secret or --fleet-cert"):
-        told = asyncio.run(_change(access, place, asked))
-    rest = f", and finishes {told.leaving} requests of its former role" if told.leaving else ""
+        reply = asyncio.run(_change(access, place, asked))
+    rest = f", and finishes {reply.leaving} requests of its former role" if reply.leaving else ""
     by = ", and routers may change that" if asked.role == AUTO else ""
-    print(f"{asked.worker} is now {told.role}{by}{rest}")
+    print(f"{asked.worker} is now {reply.role}{by}{rest}")
     return 0
 
 

@@ -65,12 +65,12 @@ class StartProgress:
     def text(self) -> str:
         """The number of workers that are ready, and the step of the one that is furthest behind."""
         ready = sum(rank == _READY for rank, _ in self._steps.values())
-        told = f"{ready} of {self._workers} workers ready"
+        text = f"{ready} of {self._workers} workers ready"
         if not self._steps:
-            return told
+            return text
         last = min(self._steps, key=lambda name: self._steps[name][0])
         rank, step = self._steps[last]
-        return f"{told}, {'links warm up' if rank == _READY else f'{last} {step}'}"
+        return f"{text}, {'links warm up' if rank == _READY else f'{last} {step}'}"
 
 
 class Severe:
@@ -249,8 +249,8 @@ def workers_text(
     if gpus:
         roles = [f"{role} {_places(gpus, role)}" for role, count in counts.items() if count]
     else:
-        told = [f"{count} {_ROLES[role]}" for role, count in counts.items() if count]
-        roles = [f"{', '.join(told)} on the CPU"]
+        listed = [f"{count} {_ROLES[role]}" for role, count in counts.items() if count]
+        roles = [f"{', '.join(listed)} on the CPU"]
     links = [link for worker in workers for link in worker.links]
     return "; ".join(filter(None, [*roles, _links_text(links)]))
 
@@ -267,8 +267,8 @@ def _links_text(links: Sequence[model_pb2.WorkerLink]) -> str:
     rate = fastest if slowest == fastest else f"{slowest} to {fastest}"
     kinds = " or ".join(dict.fromkeys(link.transport for link in links))
     refused = sum(link.refused for link in links)
-    told = f"{kinds}, {rate} GB/s" + (f", {refused} refused" if refused else "")
-    return f"link {told}" if len(links) == 1 else f"{len(links)} links {told}"
+    text = f"{kinds}, {rate} GB/s" + (f", {refused} refused" if refused else "")
+    return f"link {text}" if len(links) == 1 else f"{len(links)} links {text}"
 
 
 def metrics_text(metrics: Mapping[str, str], width: int | None) -> str:

@@ -144,8 +144,8 @@ def defaults_by_source(model: model_pb2.Model) -> dict[str, list[str]]:
     """The model's defaults, such as "temperature 0.6", by the source that they are from."""
     by_source: dict[str, list[str]] = {}
     for one in model.defaults.sources:
-        told = f"{one.knob} {_default(model, one.knob)}".strip()
-        by_source.setdefault(one.source, []).append(told)
+        text = f"{one.knob} {_default(model, one.knob)}".strip()
+        by_source.setdefault(one.source, []).append(text)
     return by_source
 
 
@@ -213,8 +213,8 @@ def _summary(workers: Sequence[model_pb2.Worker]) -> str:
     counts = [(sum(one.role == role for one in ready), name) for role, name in _ROLES.items()]
     # Only a fleet that has them names those that do both, and then no role without workers.
     shown = [one for one in counts if one[0]] if counts[-1][0] else counts[:-1]
-    told = f"{' and '.join(f'{count} {name}' for count, name in shown)} workers are ready"
-    return told if any(map(_can_answer, workers)) else f"{told}: no worker can answer a request"
+    text = f"{' and '.join(f'{count} {name}' for count, name in shown)} workers are ready"
+    return text if any(map(_can_answer, workers)) else f"{text}: no worker can answer a request"
 
 
 def _can_answer(worker: model_pb2.Worker) -> bool:
@@ -271,11 +271,11 @@ def cells(block: monitor_pb2.RunningBlock) -> str:
 def view_as_json(look: Look) -> str:
     running = look.requests or monitor_pb2.WatchRequestsResponse()
     names = ("router", "num_running", "num_waiting", "num_tokens", "num_first_blocks")
-    told: dict[str, object] = {"error": look.error, "workers": list(map(fields_of, look.workers))}
-    told |= {name: getattr(running, name) for name in (*names, "first_block_seconds")}
-    told["plan"] = list(running.plan)
-    told["requests"] = [_request(one) for one in running.requests]
-    return json.dumps(told)
+    view: dict[str, object] = {"error": look.error, "workers": list(map(fields_of, look.workers))}
+    view |= {name: getattr(running, name) for name in (*names, "first_block_seconds")}
+    view["plan"] = list(running.plan)
+    view["requests"] = [_request(one) for one in running.requests]
+    return json.dumps(view)
 
 
 def _request(request: monitor_pb2.RunningRequest) -> dict[str, object]:

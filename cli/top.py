@@ -47,12 +47,12 @@ class TokenPace:
         self._seen: deque[tuple[float, int]] = deque()
         self._router = ""
 
-    def add(self, now: float, told: monitor_pb2.WatchRequestsResponse) -> None:
+    def add(self, now: float, reply: monitor_pb2.WatchRequestsResponse) -> None:
         """Adds a count at `now` in seconds; the count of another router starts again."""
-        if told.router != self._router or (self._seen and told.num_tokens < self._seen[-1][1]):
+        if reply.router != self._router or (self._seen and reply.num_tokens < self._seen[-1][1]):
             self._seen.clear()
-        self._router = told.router
-        self._seen.append((now, told.num_tokens))
+        self._router = reply.router
+        self._seen.append((now, reply.num_tokens))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _PACE_S:
             self._seen.popleft()
 
@@ -164,12 +164,12 @@ def draw(look: Look, width: int, tokens_per_s: float | None = None) -> Renderabl
     if look.error:
         return Text(look.error, style="bold red")
     running = look.requests or monitor_pb2.WatchRequestsResponse()
-    told = f"{running.num_running} running, {running.num_waiting} waiting"
+    summary = f"{running.num_running} running, {running.num_waiting} waiting"
     if tokens_per_s is not None:
-        told += f", {tokens_per_s:,.0f} tokens/s"
+        summary += f", {tokens_per_s:,.0f} tokens/s"
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in worker_lines(look.workers)]
     return Group(
-        Text(told, style="bold"),
+        Text(summary, style="bold"),
         *(Text(), worker_table(look.workers, width)),
         *(Text(), _request_table(running.requests, width)),
         *([Text(), *lines] if lines else []),

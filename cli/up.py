@@ -346,7 +346,7 @@ def _check_flags(
 
 
 def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
-    """Start the fleet, watch over it until it is told to end; the exit status."""
+    """Start the fleet, watch over it until a signal ends it; the exit status."""
     rolling = Rolling(fleet)
     signal.signal(signal.SIGUSR1, lambda *_: rolling.ask())
     shows_logs = view.verbose and not view.quiet
@@ -355,7 +355,7 @@ def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
             fleet.start()
         with interruptible(), _page(fleet, view) as page_address:
             width = columns() if sys.stdout.isatty() else None
-            _say(greeting(fleet, page_address, width=width, verbose=view.verbose))
+            _print(greeting(fleet, page_address, width=width, verbose=view.verbose))
             watch_over(fleet, rolling, shows_logs=shows_logs)
     except (FleetError, OSError) as error:
         LOG.error("%s", getattr(error, "why", error) if shows_logs else error)
@@ -368,17 +368,17 @@ def run(fleet: Fleet, view: UpView, screen: Screen) -> int:
 
 def stop(fleet: Fleet) -> None:
     """End the fleet once running requests have ended; at a second signal, immediately."""
-    is_told_again = threading.Event()
+    second_signal = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: is_told_again.set())
+        signal.signal(number, lambda *_: second_signal.set())
     # a shell passes on a signal that it received itself
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if fleet.processes:
-        _say(["effuse up: stopping after running requests end; press Ctrl-C again to stop now"])
-    fleet.stop(is_told_again.is_set)
+        _print(["effuse up: stopping after running requests end; press Ctrl-C again to stop now"])
+    fleet.stop(second_signal.is_set)
 
 
-def _say(lines: Sequence[str]) -> None:
+def _print(lines: Sequence[str]) -> None:
     """With one write: on unbuffered output a log line could come before the line end."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
@@ -396,5 +396,5 @@ def _page(fleet: Fleet, view: UpView) -> Iterator[str | None]:
         return
     source = page.PageSource(fleet.address, fleet.metrics)
     with page.served(source, view.page_port) as address:
-        fleet.home.tell_page(address)
+        fleet.home.write_page(address)
         yield address

@@ -85,7 +85,7 @@ def test_the_addresses_of_a_fleet_are_found_by_its_routers(room: Path) -> None:
     metrics = "metrics: decode-0 127.0.0.1:3, router-0 127.0.0.1:1, router-1 127.0.0.1:2"
     http = f"HTTP: {http}"
     assert addresses("localhost:50051") == ["gRPC: localhost:50051", http, metrics]
-    home.tell_page("http://127.0.0.1:7/")
+    home.write_page("http://127.0.0.1:7/")
     for target in ("127.0.0.1:50051", "[::1]:50051"):
         page = "page: http://127.0.0.1:7/"
         assert addresses(target) == [f"gRPC: {target}", http, page, metrics]

@@ -121,10 +121,10 @@ def test_a_failed_request_is_told_and_no_sample() -> None:
         ("a", "bad", "b", "bad"), lambda job, tally: send_in_turn(job, 1, tally)
     )
     assert (len(told.samples), told.failed, ticks) == (2, 2, 4)
-    assert tally.tell_failures() == ["2 x INVALID_ARGUMENT: a bad prompt"]
+    assert tally.failure_lines() == ["2 x INVALID_ARGUMENT: a bad prompt"]
     for at in (1, 1, 2):
         tally.add(f"RESOURCE_EXHAUSTED: {at} s late")
-    assert tally.tell_failures()[1:] == ["3 x RESOURCE_EXHAUSTED: 1 s late; 1 other texts"]
+    assert tally.failure_lines()[1:] == ["3 x RESOURCE_EXHAUSTED: 1 s late; 1 other texts"]
 
 
 def test_arrivals_wait_for_no_answer() -> None:

@@ -55,7 +55,7 @@ def test_it_has_words_for_readers_of_screens_and_colours_for_the_dark() -> None:
     assert text.count('role="table" aria-labelledby=') == text.count("<table") == 2
     for wanted in ('role="alert"', 'role="status"', 'aria-pressed="false"', "columnheader"):
         assert wanted in text
-    assert 'role: "img", "aria-label": told' in text, "each picture has a text"
+    assert 'role: "img", "aria-label": label' in text, "each picture has a text"
 
 
 def test_what_is_at_work_as_json(address: str) -> None:

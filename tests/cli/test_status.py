@@ -131,7 +131,7 @@ def test_a_running_fleet_of_which_no_worker_takes_another_role(
                 break
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        fleet.home.tell_page("http://127.0.0.1:9/")
+        fleet.home.write_page("http://127.0.0.1:9/")
         assert main(["status", "--target", fleet.address]) == 0
         metrics = ", ".join(f"{name} {at}" for name, at in sorted(fleet.metrics().items()))
         shown = capsys.readouterr().out
