@@ -154,7 +154,8 @@ class Intake:
         if message.settings.denoising_steps > self.limits.block_size:
             raise RequestError(
                 f"denoising_steps must be at most the block size {self.limits.block_size}, "
-                f"got {message.settings.denoising_steps}"
+                f"got {message.settings.denoising_steps}",
+                "decoding.denoising_steps",
             )
         canvas = message.settings.is_canvas
         request = DecodeRequest(
@@ -170,14 +171,15 @@ class Intake:
         if message.num_logprobs is not None and message.resume is not None:
             _resume_logprobs(request, message.resume)
         if why := self.model.unfit(name := request.settings.algorithm):
-            raise RequestError(why)
+            raise RequestError(why, "decoding.algorithm")
         if canvas and message.writer is not None:
             text = f"{name} computes prompt and answer together, without a prefill worker"
             raise RequestError(text)
         if not canvas:  # all blocks of one are in flight together, outside of device slots
             _check_window(request, self.limits)
         _check_stops(request, self.limits)
-        check_fits(request.footprint(), self.limits)
+        cause = "prompt" if canvas else "decoding.window"
+        check_fits(request.footprint(), self.limits, cause)
         return request
 
     def _sequence(self, message: StartDecode) -> Sequence:
@@ -208,7 +210,8 @@ class Intake:
         if prompt_len + max_tokens > most:
             raise RequestError(
                 f"a prompt of {prompt_len} tokens and max_tokens {max_tokens} add up to "
-                f"{prompt_len + max_tokens} tokens; max_model_len is {most}"
+                f"{prompt_len + max_tokens} tokens; max_model_len is {most}",
+                "prompt",
             )
 
     def _check_ids(self, name: str, token_ids: Collection[int]) -> None:

@@ -83,23 +83,27 @@ class Schedule:
     preempted: tuple[int, ...]
 
 
-def check_fits(footprint: Footprint, limits: DecodeLimits) -> None:
-    """Raises RequestError with the numbers if a request could never finish here."""
+def check_fits(footprint: Footprint, limits: DecodeLimits, cause: str) -> None:
+    """Raises RequestError with the numbers if a request could never finish here. `cause`: the field
+    that decides how large a step is."""
     pages = limits.pages_for(footprint.most_cached)
     if pages > limits.num_pages:
         raise RequestError(
             f"the request may need {pages} pages of {limits.page_size} tokens; "
-            f"the pool has {limits.num_pages}"
+            f"the pool has {limits.num_pages}",
+            "prompt",
         )
     if footprint.most_rows > limits.max_num_batched_tokens:
         raise RequestError(
             f"one denoise step may need {footprint.most_rows} tokens (blocks of "
-            f"{limits.block_size}); max_num_batched_tokens is {limits.max_num_batched_tokens}"
+            f"{limits.block_size}); max_num_batched_tokens is {limits.max_num_batched_tokens}",
+            cause,
         )
     if footprint.first_chunk > limits.max_num_batched_tokens:
         raise RequestError(
             f"a bidirectional prompt of {footprint.first_chunk} tokens cannot be split; "
-            f"max_num_batched_tokens is {limits.max_num_batched_tokens}"
+            f"max_num_batched_tokens is {limits.max_num_batched_tokens}",
+            "prompt",
         )
 
 

@@ -203,7 +203,7 @@ class PrefillEngine:
         try:
             check_prompt(prompt, config, model, self._pool.num_pages)
         except PromptRefused as error:
-            self._outbox.failed(attempt, "INVALID_ARGUMENT", str(error))
+            self._outbox.failed(attempt, "INVALID_ARGUMENT", str(error), field="prompt")
             return
         prompt.to_pool = message.to_pool and self._cache.has_pool
         if prompt.can_split or prompt.to_pool:

@@ -3,7 +3,6 @@
 Not here: the calls (`openai_api.py`), the meaning of bodies (`openai_requests.py`).
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -12,16 +11,10 @@ from typing import Final
 import grpc
 
 from effuse.client.answer import FINISH_REASONS
-from effuse.protos.errors import EffuseError, InvalidRequest
+from effuse.protos.errors import CallerError, EffuseError, InvalidRequest
 from effuse.router.openai_requests import Json, Wanted
 from effuse.v1 import generation_pb2 as pb
 
-_PATHS: Final = (
-    (re.compile(r"^prompt_token_ids(\.ids)?"), "prompt"),
-    (re.compile(r"^(sampling|stopping|decoding|output|chat)\."), ""),
-    (re.compile(r"^template_arguments(_json)?"), "chat_template_kwargs"),
-    (re.compile(r"^chat$"), "messages"),
-)
 _STATUSES: Final[Mapping[grpc.StatusCode, tuple[HTTPStatus, str]]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (HTTPStatus.BAD_REQUEST, "invalid_request_error"),
     grpc.StatusCode.UNIMPLEMENTED: (HTTPStatus.BAD_REQUEST, "invalid_request_error"),
@@ -189,13 +182,11 @@ def status_of(error: EffuseError) -> HTTPStatus:
 
 def error_body(error: EffuseError) -> Json:
     """An error in OpenAI's form, with the body's field at fault as `param`."""
-    message, param = error.message, None
+    param = error.labels.get("field") if isinstance(error, CallerError) else None
     if isinstance(error, InvalidRequest):
-        told = [(_path_of(one.field), one.description) for one in error.violations]
-        message = "; ".join(f"{name}: {why}" if name else why for name, why in told)
-        param = next((name for name, _ in told if name), None)
+        param = next((one.field for one in error.violations if one.field), None)
     kind = _STATUSES.get(error.code, _INTERNAL)[1]
-    return error_object(message, kind, param, error.reason.lower())
+    return error_object(error.message, kind, param, error.reason.lower())
 
 
 def error_object(
@@ -205,9 +196,3 @@ def error_object(
     code: str | None = None,
 ) -> Json:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _path_of(field_name: str) -> str:
-    for pattern, replacement in _PATHS:
-        field_name = pattern.sub(replacement, field_name)
-    return field_name

@@ -182,7 +182,8 @@ class OpenAiApi:
         with self._serving.span(call):
             with self._serving.counting_refusals():
                 wanted = request_of(await call.body(self._most_bytes), endpoint)
-            await _unless_gone(call, self._answer(call, wanted))
+            with wanted.in_its_words():
+                await _unless_gone(call, self._answer(call, wanted))
 
     async def _answer(self, call: HttpCall, wanted: Wanted) -> None:
         """Waits until the requests are accepted, and sends the answers."""
@@ -215,10 +216,12 @@ class OpenAiApi:
     async def _tokenize(self, call: HttpCall) -> None:
         body = await call.body(self._most_bytes)
         endpoint: Endpoint = "chat" if "messages" in body else "completion"
-        (asked, *more) = request_of(body, endpoint).requests
+        wanted = request_of(body, endpoint)
+        (asked, *more) = wanted.requests
         if more or asked.HasField("prompt_token_ids"):
             raise InvalidRequest.of("prompt", "expected one string, got another type")
-        token_ids, model = await self._serving.tokenize(asked)
+        with wanted.in_its_words():
+            token_ids, model = await self._serving.tokenize(asked)
         told = {
             "tokens": token_ids,
             "count": len(token_ids),

@@ -7,8 +7,10 @@ answers (`openai_answers.py`).
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NoReturn, get_type_hints
 
 import msgspec
@@ -82,6 +84,16 @@ _NOTES: Final = {"user", "metadata", "service_tier", "safety_identifier", "promp
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 
 
+_ARGUMENTS: Final = ("chat_template_kwargs", "tools", "documents", "reasoning_effort")
+"""Fields with variables for a template. The first that is set is named for all of them."""
+_PATHS: Final = (
+    (re.compile(r"^prompt_token_ids(\.ids)?"), "prompt"),
+    (re.compile(r"^(sampling|stopping|decoding|output|objectives|chat)\."), ""),
+    (re.compile(r"^template_arguments(_json)?"), "chat_template_kwargs"),
+    (re.compile(r"^chat$"), "messages"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """One call: a request for each prompt, and the form that the answers take."""
@@ -93,6 +105,17 @@ class Wanted:
     adds_usage: bool  # to the stream, behind the answers
     adds_usage_always: bool  # to each chunk as well
     num_logprobs: int | None  # likeliest tokens beside each one; None sends no log-probabilities
+    names: Mapping[str, str]  # of settings that have another name in the body
+
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """A refusal of its requests becomes one that names the body's fields."""
+        try:
+            yield
+        except InvalidRequest as error:
+            told, names = error.violations, self.names
+            named = [replace(one, field=_path_of(one.field, names)) for one in told]
+            raise InvalidRequest(named, labels=error.labels) from error
 
 
 def parse_body(body: bytes) -> Json:
@@ -119,11 +142,8 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
         findings.add("request_id", "no value with several prompts", "a value")
     findings.raise_any()
 
-    def path(name: str) -> str:
-        is_other = name == "max_tokens" and name not in given
-        return "max_completion_tokens" if is_other else name
-
-    params = findings.params(settings, path)
+    names = _names(given, endpoint)
+    params = findings.params(settings, lambda name: names.get(name, name))
     try:
         requests = tuple(
             make_request(
@@ -133,9 +153,9 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
             for prompt in prompts
         )  # fmt: skip
     except SettingError as error:
-        raise InvalidRequest.of(error.name, error.said) from error
+        raise InvalidRequest.of(_path_of(error.name, names), error.said) from error
     except (TypeError, ValueError) as error:
-        raise InvalidRequest.of("prompt", shown(str(error), 400)) from error
+        raise InvalidRequest.of(names.get("prompt", "prompt"), shown(str(error), 400)) from error
     return Wanted(
         endpoint=endpoint,
         requests=requests,
@@ -144,7 +164,25 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
         adds_usage=options.get("include_usage", False),
         adds_usage_always=options.get("continuous_usage_stats", False),
         num_logprobs=num_logprobs,
+        names=names,
     )
+
+
+def _names(given: Json, endpoint: Endpoint) -> dict[str, str]:
+    """The names that a body has for settings, if they are others."""
+    others = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+    names = {name: other for name, other in others.items() if other in given}
+    if arguments := [one for one in _ARGUMENTS if one in given]:
+        names["chat_template_kwargs"] = arguments[0]
+    return names if endpoint == "completion" else names | {"prompt": "messages"}
+
+
+def _path_of(field: str, names: Mapping[str, str]) -> str:
+    """The path in a body of a field of the request that it means."""
+    for pattern, replacement in _PATHS:
+        field = pattern.sub(replacement, field)
+    first = re.split(r"[.[]", field)[0]
+    return names.get(first, first) + field[len(first) :]
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -162,7 +200,8 @@ def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
                 allowed = json.dumps(_NEUTRAL[name][0])
                 findings.add(name, f"{allowed} or nothing", shown(json.dumps(value)))
         elif name not in fields:
-            findings.add(shown(name)[1:-1], "a field that this endpoint has", "an unknown one")
+            path = shown(name)[1:-1] or "''"
+            findings.add(path, "a field that this endpoint has", "an unknown one")
         else:
             try:
                 given[name] = msgspec.convert(value, fields[name])
@@ -258,5 +297,6 @@ def _logprobs(given: Json, endpoint: Endpoint, findings: Findings) -> int | None
         if given.get("top_logprobs"):
             findings.add("top_logprobs", "logprobs with it", "it alone")
     if found is not None and found < 0:
-        findings.add("logprobs", "a count of 0 or more", found)
+        name = "logprobs" if endpoint == "completion" else "top_logprobs"
+        findings.add(name, "a count of 0 or more", found)
     return found

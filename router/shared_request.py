@@ -155,7 +155,7 @@ class SharedRequest(Listener):
         address = self._sharing.address_of(router_id)
         return AlreadyRunning(
             f"the request {self._request.id!r} is running at {router_id} ({address or 'unknown'})",
-            labels={"router": router_id, "address": address},
+            labels={"router": router_id, "address": address, "field": "request_id"},
         )
 
     def begin_attempt(self, placement: Placement, transfer_id: str) -> None:
@@ -286,7 +286,8 @@ class KnownRequests:
         """Raises `AlreadyRunning` where a request has this id."""
         if request_id in self._running:
             raise AlreadyRunning(
-                f"a request with id {request_id!r} is already running; choose another id"
+                f"a request with id {request_id!r} is already running; choose another id",
+                labels={"field": "request_id"},
             )
 
     def running(self, request: AnyRequest) -> RunningRequest:

@@ -282,19 +282,20 @@ def test_a_frontier_that_lacks_blocks_is_refused(keep: int, model: Transformer) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "message", "field"),
     [
-        ({"writer": "prefill-1"}, "without a prefill worker"),
-        ({"max_tokens": 60, "cfg_scale": 1.0}, "one denoise step may need 122 tokens"),
+        ({"writer": "prefill-1"}, "without a prefill worker", ""),
+        ({"max_tokens": 60, "cfg_scale": 1.0}, "one denoise step may need 122 tokens", "prompt"),
     ],
 )
 def test_what_cannot_run_here_is_refused(
-    changes: dict[str, object], message: str, model: Transformer
+    changes: dict[str, object], message: str, field: str, model: Transformer
 ) -> None:
     request = make_request("a", [5], algorithm="llada", **changes)  # type: ignore[arg-type]
     intake = Intake(model.config, Rig(model, budget=100).limits)
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=message) as caught:
         intake.make_request(request, arrival=0, now=0.0)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(("asked", "last"), [(False, ()), (True, (126081, 126348))])

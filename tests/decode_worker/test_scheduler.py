@@ -138,23 +138,24 @@ def footprint(cached: int = 8, rows: int = 16, chunk: int = 8) -> Footprint:
 
 
 @pytest.mark.parametrize(
-    ("asked", "numbers"),
+    ("asked", "numbers", "field"),
     [
-        pytest.param(footprint(cached=161), ("11 pages of 16", "10"), id="pages"),
-        pytest.param(footprint(rows=72), ("72", "64"), id="rows"),
-        pytest.param(footprint(chunk=65), ("65", "64"), id="prompt-in-one-chunk"),
+        pytest.param(footprint(cached=161), ("11 pages of 16", "10"), "prompt", id="pages"),
+        pytest.param(footprint(rows=72), ("72", "64"), "decoding.window", id="rows"),
+        pytest.param(footprint(chunk=65), ("65", "64"), "prompt", id="prompt-in-one-chunk"),
     ],
 )
 def test_what_can_never_fit_is_refused_with_numbers(
-    asked: Footprint, numbers: tuple[str, ...]
+    asked: Footprint, numbers: tuple[str, ...], field: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        check_fits(asked, LIMITS)
+        check_fits(asked, LIMITS, "decoding.window")
     assert all(number in str(caught.value) for number in numbers)
+    assert caught.value.field == field
 
 
 def test_what_just_fits_is_accepted() -> None:
-    check_fits(footprint(cached=160, rows=64, chunk=64), LIMITS)
+    check_fits(footprint(cached=160, rows=64, chunk=64), LIMITS, "prompt")
 
 
 def test_a_prefill_worker_writes_pages_of_each_rank_that_cuts_the_context() -> None:

@@ -33,6 +33,8 @@ ALLOWED: Final = frozenset({503, 504})
 """The only statuses of servers that bad input may have."""
 
 ERROR_FIELDS: Final = {"message", "type", "param", "code"}
+OF_NO_FIELD: Final = ("expected a body of JSON", "expected a JSON object")
+"""How refusals of a body begin that blame no field."""
 MOST_BODY: Final = 1 << 16
 
 
@@ -101,6 +103,8 @@ def _check_error(told: Any) -> None:
     assert told.keys() == {"error"} and told["error"].keys() == ERROR_FIELDS, told
     assert told["error"]["message"], told
     assert told["error"]["type"] not in OURS, told
+    if told["error"]["code"] == "invalid_request" and told["error"]["param"] is None:
+        assert told["error"]["message"].startswith(OF_NO_FIELD), told
 
 
 def _check_events(body: bytes) -> None:

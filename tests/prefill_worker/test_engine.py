@@ -230,7 +230,7 @@ def test_what_can_never_be_computed_is_refused_with_the_numbers(
     rig.settle()
     (failed,) = rig.take(Failed)
     assert (failed.attempt, failed.code) == (attempt, "INVALID_ARGUMENT")
-    assert says in failed.message
+    assert failed.field == "prompt" and says in failed.message
     good = rig.start("b", PROMPT)
     rig.push_to(good, -(-paged(architecture, 22) // 4))
     rig.settle()

@@ -9,8 +9,8 @@ from router.asking import ask, request
 from router.fake_model import EOS, ids_of
 from router.fake_workers import FakeWorker, ends_its_engine
 from router.fakes import FakeFleet, run
-from router.test_openai_api import CHAT, client_of
-from router.test_openai_api import run as run_with_http
+from router.http_calls import CHAT, client_of
+from router.http_calls import run as run_with_http
 
 from effuse.placement.records import PlacementRecord
 from effuse.v1 import generation_pb2 as pb

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from router.asking import ask
 from router.fake_model import ANSWER, PROMPT, ids_of
 from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, until
-from router.fakes import run as run_fleet
+from router.http_calls import CHAT, TEXT, client_of, post, raw, run
 from starlette.applications import Starlette
 
 from effuse.client.chat import Chat
@@ -26,56 +24,6 @@ from effuse.protos import errors
 from effuse.router.http_server import HttpServer
 from effuse.router.tenants import Tenant, line_of
 from effuse.v1 import generation_pb2 as pb
-
-TEXT = "the answer is three"
-CHAT: list[Any] = [{"role": "user", "content": "how many?"}]
-
-
-def run(body: Callable[[FakeFleet], Awaitable[None]], **settings: Any) -> None:
-    async def closing(fleet: FakeFleet) -> None:
-        try:
-            await body(fleet)
-        finally:
-            while CLIENTS:
-                await CLIENTS.pop().close()
-
-    run_fleet(closing, http_port=0, **settings)
-
-
-CLIENTS: list[openai.AsyncOpenAI] = []
-
-
-def client_of(fleet: FakeFleet, key: str = "none") -> openai.AsyncOpenAI:
-    """OpenAI's client, which is closed at the test's end."""
-    url = f"http://127.0.0.1:{fleet.router.ports.http}/v1"
-    client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=30)
-    CLIENTS.append(client)
-    return client
-
-
-async def raw(
-    fleet: FakeFleet, method: str, path: str, body: bytes = b"", **headers: str
-) -> tuple[int, dict[str, str], bytes]:
-    """One call on a connection of its own: status, headers and body."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.router.ports.http)
-    told = {"Host": "here", "Connection": "close", "Content-Length": str(len(body)), **headers}
-    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in told.items())
-    writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-    whole = await reader.read()
-    writer.close()
-    head_bytes, _, rest = whole.partition(b"\r\n\r\n")
-    first, *lines = head_bytes.decode().split("\r\n")
-    named = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-    return int(first.split()[1]), named, rest
-
-
-async def post(
-    fleet: FakeFleet, path: str, body: object, **headers: str
-) -> tuple[int, dict[str, str], Any]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = {"Content_Type": "application/json", **headers}
-    status, named, told = await raw(fleet, "POST", path, data, **sent)
-    return status, named, json.loads(told)
 
 
 def test_a_chat_is_answered_whole_and_as_it_grows() -> None:
@@ -171,46 +119,6 @@ def test_log_probabilities_stand_beside_their_tokens() -> None:
         found = plain.choices[0].logprobs
         assert found is not None and found.tokens is not None and found.text_offset is not None
         assert "".join(found.tokens) == TEXT and found.text_offset[:3] == [0, 1, 2]
-
-    run(body)
-
-
-@pytest.mark.parametrize(
-    ("sent", "param"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_completion_tokens": 10**30}, "max_completion_tokens"),
-        ({"top_p": 2}, "top_p"),
-        ({"n": 99}, "n"),
-        ({"stop": [""]}, "stop[0]"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"tools": [{"a": json.loads("[" * 101 + "]" * 101)}]}, "chat_template_kwargs"),
-        ({"messages": "hi"}, "messages"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"unheard_of": 1}, "unheard_of"),
-        ({"window": 2, "algorithm": "block_diffusion"}, "window"),
-        ({"echo": True}, "echo"),
-    ],
-)
-def test_a_bad_field_is_named(sent: dict[str, object], param: str) -> None:
-    async def body(fleet: FakeFleet) -> None:
-        status, _, told = await post(fleet, "/v1/chat/completions", {"messages": CHAT, **sent})
-        error = told["error"]
-        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
-        assert param.partition("[")[0] in error["message"]
-        assert not fleet.decode[0].requests and not fleet.prefill[0].prompts
 
     run(body)
 
