@@ -70,16 +70,11 @@ def piece_elements(dtype: torch.dtype) -> int:
 def distinct_views(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of one layer over the memory of ``keys`` and ``values`` [pages, Hkv, page_size, D].
 
-    Both may be of any page and head stride, but a head's part of a page must be contiguous. Raises
-    ValueError if pieces do not divide D.
+    Both may be of any page and head stride, but a head's part of a page must be contiguous, and
+    pieces must divide D.
     """
     pages, heads, page_size, dim = keys.shape
     x = piece_elements(keys.dtype)
-    if dim % x:
-        raise ValueError(
-            f"the distinct layout needs a head_dim that is a multiple of {x} for {keys.dtype}, "
-            f"got {dim}"
-        )
     k_cache = keys.flatten(2).view(pages, heads, dim // x, page_size, x)
     return k_cache, values.flatten(2).view(pages, heads, dim, page_size)
 

@@ -16,14 +16,13 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from effuse.kernels.pages import distinct_views, zero_distinct_tail
+from effuse.kernels.pages import distinct_views, piece_elements, zero_distinct_tail
 from effuse.kvtransfer.messages import Field, KVPart
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DIGEST = "xxh3_128 of xxh3_64 of pieces of KV heads, under one seal"
 HANDOFF = "2"  # of the messages of a handoff; workers with others exchange no pages
 LAYOUT_KINDS = ("unified", "distinct")
-PIECE_BYTES = 16  # of K in the distinct layout
 MOST_GROUPS = {"nixl": 8, "zmq": 16}
 """Most groups of a page's layers that leave one after another. A prompt waits for the last one,
 which is long on a slow link. Over NIXL each group takes a descriptor for every page of every peer.
@@ -64,7 +63,7 @@ class KVLayout:
         sizes = (self.num_layers, self.num_kv_heads, self.page_size, self.head_dim)
         if min(sizes) < 1:
             raise ValueError(f"layout sizes must be positive, got {sizes}")
-        piece = PIECE_BYTES // DTYPES[self.dtype].itemsize
+        piece = piece_elements(DTYPES[self.dtype])
         if self.kind == "distinct" and self.head_dim % piece:
             raise ValueError(
                 f"layout distinct: expected a head_dim that is a multiple of {piece} for "
