@@ -165,8 +165,6 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
     leave_imports()
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=Orders)
     die_with(orders.front_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the front decides when the engine ends
     config = read_config(orders.config, config_type)
     logs.set_up("engine", config.log_level, config.log_format)
     context = zmq.Context()
@@ -241,11 +239,14 @@ def listen_while_alive(host: str, port: int = 0) -> network.socket:
     )
 
 
-def die_with(front_pid: int) -> None:
-    """Asks the kernel to kill this process when the front ends; ends it if that has happened."""
+def die_with(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when its parent ends; ends it if that has happened. From
+    then on the parent, a front or a leader, decides when this process ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != front_pid:
-        raise SystemExit("the front has ended")
+    if os.getppid() != parent_pid:
+        raise SystemExit("the parent process has ended")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def read_config(raw: msgspec.Raw, config_type: type[Config]) -> Config:

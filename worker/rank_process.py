@@ -6,7 +6,6 @@ It has a part of the weights, of each page, and a connector of its own. It ends 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -324,8 +323,6 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
     leave_imports()
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrders)
     die_with(orders.leader_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the leader decides when its ranks end
     config = read_config(orders.config, config_type)
     logs.set_up(f"rank {orders.rank}", config.log_level, config.log_format)
     leader = Leader(orders)

@@ -211,7 +211,7 @@ def test_bytes_that_are_no_message_end_the_engine(front: Front) -> None:
 
 
 def test_a_process_whose_front_is_gone_does_not_begin() -> None:
-    with pytest.raises(SystemExit, match="the front has ended"):
+    with pytest.raises(SystemExit, match="the parent process has ended"):
         die_with(os.getppid() + 1)
 
 
