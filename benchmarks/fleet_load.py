@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from effuse.benchmarks.random_checkpoint import word
-from effuse.protos.channels import generation_stub
-from effuse.protos.rpc import connect
+from effuse.protos.channels import OPEN, generation_stub
 from effuse.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -248,7 +247,7 @@ async def client_of(
     """A client of the router there; prompts take words 0 to `num_words`. Clients of one seed send
     the same prompts, which caches know.
     """
-    async with connect(address, keepalive=None) as channel:
+    async with OPEN.connect(address, keepalive=None) as channel:
         yield Client(generation_stub(channel), num_words, block_size, seed)
 
 

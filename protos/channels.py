@@ -36,7 +36,7 @@ from effuse.protos import rpc
 from effuse.protos.errors import InvalidRequest, PeerLost, Unauthenticated, from_rpc_error
 from effuse.protos.fleet_secret import LEAST_BYTES, FleetSecret
 from effuse.protos.gate import NEEDS_CREDENTIALS
-from effuse.protos.rpc import FLEET_KEEPALIVE, FLEET_LIMITS, Keepalive
+from effuse.protos.rpc import FLEET_KEEPALIVE, Keepalive
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles, check_name
 from effuse.v1 import generation_pb2_grpc as generation
 from effuse.v1 import model_pb2_grpc as model
@@ -183,7 +183,7 @@ class FleetAccess:
         self, address: str, *, keepalive: Keepalive | None = FLEET_KEEPALIVE
     ) -> FleetChannel:
         """A channel to the process announced as `address`; it connects at the first call."""
-        options = rpc.channel_options(keepalive, FLEET_LIMITS.max_message_bytes)
+        options = rpc.channel_options(keepalive)
         # Without filters that a fleet needs not: 2 kB less for each open call. Only the sender
         # limits the length of messages then, which is a process of the fleet. Without channelz,
         # which no server of ours offers: 3 kB less for each channel. Without probes of bandwidth:

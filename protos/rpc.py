@@ -1,4 +1,4 @@
-"""A gRPC server with limits and health, and a channel to one.
+"""A gRPC server with limits and health, and the options of channels to one.
 
 It has measured options, health and reflection, ports, SIGTERM and drain. Servicers are elsewhere;
 errors are mapped in `errors.py` and `gate.py`, and `gate.py` and `tls.py` decide about access.
@@ -124,13 +124,13 @@ def server_options(
     ]
 
 
-def channel_options(keepalive: Keepalive | None, max_message_bytes: int) -> Options:
+def channel_options(keepalive: Keepalive | None) -> Options:
     """Channel arguments of a client. The library never retries calls, because streams are resumed
     by our own rule of offsets.
     """
     options = [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", FLEET_LIMITS.max_message_bytes),
+        ("grpc.max_send_message_length", FLEET_LIMITS.max_message_bytes),
         ("grpc.enable_retries", 0),
         *reconnect_options(),
     ]
@@ -165,17 +165,6 @@ def keepalive_options(keepalive: Keepalive, *, without_calls: bool = True) -> Op
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", int(without_calls)),
     ]
-
-
-def connect(
-    address: str,
-    *,
-    keepalive: Keepalive | None = FLEET_KEEPALIVE,
-    max_message_bytes: int = FLEET_LIMITS.max_message_bytes,
-) -> grpc.aio.Channel:
-    """Returns a channel to `address` ("host:port"); it connects at the first call."""
-    options = [*channel_options(keepalive, max_message_bytes), *near_options()]
-    return grpc.aio.insecure_channel(address, options)
 
 
 class RpcServer:

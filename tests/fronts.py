@@ -18,7 +18,7 @@ from eventually import eventually
 from slowness import patient
 
 from effuse.protos import rpc
-from effuse.protos.channels import decode_stub, prefill_stub, worker_stub
+from effuse.protos.channels import OPEN, decode_stub, prefill_stub, worker_stub
 from effuse.protos.errors import EffuseError, from_rpc_error
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
@@ -115,7 +115,7 @@ async def running(
             try:
                 await eventually(ready_file.exists)
                 address = json.loads(ready_file.read_text())["address"]
-                async with rpc.connect(address, keepalive=None) as channel:
+                async with OPEN.connect(address, keepalive=None) as channel:
                     yield Running(front, channel, stop, done, ready_file)
             finally:
                 stop.set()

@@ -28,8 +28,7 @@ from eventually import eventually
 from fake_engine import SLOW
 
 from effuse.decode_worker.server import make_role
-from effuse.protos import rpc
-from effuse.protos.channels import generation_stub
+from effuse.protos.channels import OPEN, generation_stub
 from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
@@ -197,7 +196,7 @@ async def carry_out(
             one = fronts.running(make_role(), config, directory, limit_s=LIMIT_S)
             fleet.append(await stack.enter_async_context(one))
         address = f"127.0.0.1:{router.ports.grpc}"
-        channel = await stack.enter_async_context(rpc.connect(address, keepalive=None))
+        channel = await stack.enter_async_context(OPEN.connect(address, keepalive=None))
         await eventually(lambda: len(router.fleet.view.workers()) == workers)
         is_over = asyncio.Event()
         sampling = asyncio.create_task(_sample(router, outcome))

@@ -24,8 +24,7 @@ from router.fake_model import byte_tokenizer
 
 from effuse.decode_worker.server import make_role
 from effuse.placement.store import Store
-from effuse.protos import rpc
-from effuse.protos.channels import generation_stub
+from effuse.protos.channels import OPEN, generation_stub
 from effuse.protos.errors import EffuseError, Poisonous, from_rpc_error
 from effuse.router import process
 from effuse.router.config import RouterConfig
@@ -136,7 +135,7 @@ async def carry_out(redis_url: str, home: Path, num_others: int, poison: int) ->
     async with (
         serving_router(redis_url) as router,
         workers(redis_url, home, 3.0 if poison == HANG else 60.0) as fleet,
-        rpc.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None) as channel,
+        OPEN.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None) as channel,
     ):
         await eventually(lambda: len(router.fleet.view.workers()) == NUM_DECODE)
         stub = generation_stub(channel)
@@ -160,7 +159,7 @@ async def _is_refused_by_another(redis_url: str, poison: int) -> None:
     """A router that has lost no engine."""
     async with (
         serving_router(redis_url) as router,
-        rpc.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None) as channel,
+        OPEN.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None) as channel,
     ):
         await eventually(lambda: bool(router.poison.verdicts.refused()))
         assert type(await send_poison(generation_stub(channel), poison)) is Poisonous

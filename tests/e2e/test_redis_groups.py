@@ -22,8 +22,7 @@ from fake_engine import SLOW
 
 from effuse.placement.access import RedisAccess
 from effuse.placement.store import Keys
-from effuse.protos import rpc
-from effuse.protos.channels import generation_stub
+from effuse.protos.channels import OPEN, generation_stub
 from effuse.router.config import RouterConfig
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
@@ -73,7 +72,7 @@ async def asking(url: str, home: Path) -> AsyncIterator[Sequence[Clients]]:
         for _ in range(2):
             router = await stack.enter_async_context(serving_router(url))
             address = f"127.0.0.1:{router.ports.grpc}"
-            channel = await stack.enter_async_context(rpc.connect(address, keepalive=None))
+            channel = await stack.enter_async_context(OPEN.connect(address, keepalive=None))
             fleets.append(Clients(router, channel))
         await stack.enter_async_context(workers(url, home, 60.0))
         for one in fleets:

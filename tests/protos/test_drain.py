@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 from effuse.protos import rpc
+from effuse.protos.channels import OPEN
 
 Call = Callable[[], Awaitable[bytes]]
 
@@ -28,7 +29,7 @@ async def serving(
     handler = grpc.method_handlers_generic_handler("t.T", methods)
     server.server.add_generic_rpc_handlers((handler,))
     address = f"127.0.0.1:{await server.start('127.0.0.1:0', [])}"
-    async with asyncio.timeout(60), rpc.connect(address, keepalive=None) as channel:
+    async with asyncio.timeout(60), OPEN.connect(address, keepalive=None) as channel:
         method = channel.unary_unary("/t.T/M", bytes, bytes)
         yield server, address, lambda: asyncio.ensure_future(method(b""))
     await server.stop(0)

@@ -14,6 +14,7 @@ from slowness import patient
 
 from effuse.protos import rpc
 from effuse.protos.channels import (
+    OPEN,
     TOKEN_KEY,
     FleetAccess,
     FleetChannel,
@@ -68,7 +69,7 @@ def test_who_knows_the_secret_is_let_in_and_nobody_else() -> None:
                 assert peer.asked == ["t"]
             wrong = [{}, {TOKEN_KEY: THEIRS.token(address)}, {TOKEN_KEY: OURS.token("other:1")}]
             for shown in wrong:
-                async with rpc.connect(address) as stray:
+                async with OPEN.connect(address) as stray:
                     error = await refusal(stray, **shown)
                     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
                     assert error.details() == "this call needs credentials that this server accepts"
@@ -79,7 +80,7 @@ def test_who_knows_the_secret_is_let_in_and_nobody_else() -> None:
 
 def test_streams_are_refused_before_anything_is_read() -> None:
     async def main() -> None:
-        async with serving(OURS) as (address, _), rpc.connect(address) as stray:
+        async with serving(OURS) as (address, _), OPEN.connect(address) as stray:
             call = prefill_stub(stray).Prefill(timeout=20)
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
@@ -132,7 +133,7 @@ def test_a_new_connection_is_proven_anew() -> None:
 
 def test_a_nonce_of_another_form_is_refused() -> None:
     async def main() -> None:
-        async with serving(OURS) as (address, _), rpc.connect(address) as stray:
+        async with serving(OURS) as (address, _), OPEN.connect(address) as stray:
             for nonce in (b"", b"short", bytes(65)):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await proof_stub(stray).Prove(proof_pb2.ProveRequest(nonce=nonce), timeout=20)

@@ -131,7 +131,7 @@ def test_a_server_that_stands_still_fails_the_calls_to_it() -> None:
     async def go() -> None:
         async with (
             child(SERVER) as (server, port),
-            rpc.connect(f"127.0.0.1:{port}") as channel,
+            OPEN.connect(f"127.0.0.1:{port}") as channel,
         ):
             watch = health_pb2_grpc.HealthStub(channel).Watch(
                 health_pb2.HealthCheckRequest(service=""), timeout=60
@@ -169,7 +169,7 @@ def test_a_router_that_stands_still_fails_the_calls_of_its_clients(
 def test_a_caller_in_the_fleet_pings_only_while_calls_run() -> None:
     """A router has a thousand connections; a server frees those of lost callers."""
     name = "grpc.keepalive_permit_without_calls"
-    caller = dict(rpc.channel_options(rpc.FLEET_KEEPALIVE, 1 << 20))
+    caller = dict(rpc.channel_options(rpc.FLEET_KEEPALIVE))
     server = dict(rpc.server_options(rpc.FLEET_LIMITS, rpc.CALLER_KEEPALIVE))
     assert (caller[name], server[name]) == (0, 1)
 

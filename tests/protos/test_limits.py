@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.protos import rpc
+from effuse.protos.channels import OPEN
 
 ASK = health_pb2.HealthCheckRequest()
 
@@ -20,7 +21,7 @@ ASK = health_pb2.HealthCheckRequest()
 async def asked(limits: rpc.MessageLimits) -> AsyncIterator[grpc.aio.Channel]:
     server = rpc.RpcServer(limits)
     port = await server.start("127.0.0.1:0", [])
-    async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
+    async with OPEN.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
         yield channel
     await server.stop(0)
 

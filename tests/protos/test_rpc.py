@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.protos import errors, rpc
-from effuse.protos.channels import decode_stub, worker_stub
+from effuse.protos.channels import OPEN, decode_stub, worker_stub
 from effuse.v1 import generation_pb2_grpc
 from effuse.v1 import worker_pb2 as pb
 from effuse.v1 import worker_pb2_grpc as pb_grpc
@@ -95,7 +95,7 @@ async def running() -> AsyncIterator[tuple[rpc.RpcServer, grpc.aio.Channel]]:
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(lacking, server.server)
     port = await server.start("127.0.0.1:0", [SERVICE])
     try:
-        async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
+        async with OPEN.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
             yield server, channel
     finally:
         await server.stop(0)
@@ -264,7 +264,7 @@ def test_health_lists_every_service() -> None:
 def test_a_port_for_health_alone_answers_and_refuses_as_the_other_one_does() -> None:
     async def body(server: rpc.RpcServer, channel: grpc.aio.Channel) -> None:
         port = await server.start_health("127.0.0.1:0")
-        async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as probed:
+        async with OPEN.connect(f"127.0.0.1:{port}", keepalive=None) as probed:
             check = health_pb2_grpc.HealthStub(probed).Check
             told = await check(health_pb2.HealthCheckRequest(service=SERVICE))
             assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -339,7 +339,7 @@ def test_servers_that_share_a_port_take_turns() -> None:
         with pytest.raises(OSError, match="port is in use"):
             await third.start_health(f"127.0.0.1:{health_port}")
         await first.stop(0)
-        async with rpc.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
+        async with OPEN.connect(f"127.0.0.1:{port}", keepalive=None) as channel:
             assert await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=30
             )

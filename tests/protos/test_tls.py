@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from effuse.client.credentials import Credentials
 from effuse.protos import rpc
-from effuse.protos.channels import FLEET_NAME, FleetAccess
+from effuse.protos.channels import FLEET_NAME, OPEN, FleetAccess
 from effuse.protos.tls import ChannelTls, ServerTls, TlsFiles
 
 ASK = health_pb2.HealthCheckRequest()
@@ -65,7 +65,7 @@ def test_a_fleet_answers_its_own_certificates_alone(ours: Authority, theirs: Aut
             impostor = TlsFiles(cert=stranger.cert, key=stranger.key, ca=ours.cert)
             assert await status(FleetAccess(impostor).connect(address)) is UNAVAILABLE
             assert await status(FleetAccess(TlsFiles(ca=ours.cert)).connect(address)) is UNAVAILABLE
-            assert await status(rpc.connect(address)) is UNAVAILABLE
+            assert await status(OPEN.connect(address)) is UNAVAILABLE
 
     asyncio.run(main())
 

@@ -22,8 +22,7 @@ from effuse.placement.records import (
     encode,
 )
 from effuse.placement.store import Claim, Placing, Store, StoreUnavailable
-from effuse.protos import rpc
-from effuse.protos.channels import generation_stub, model_stub
+from effuse.protos.channels import OPEN, generation_stub, model_stub
 from effuse.router import process
 from effuse.router.config import RouterConfig
 from effuse.router.policy import Condition
@@ -208,7 +207,7 @@ async def fake_fleet(
         group.create_task(process.serve(router, stop))
         stack.callback(stop.set)
         await router.ports.ready.wait()
-        channel = rpc.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None)
+        channel = OPEN.connect(f"127.0.0.1:{router.ports.grpc}", keepalive=None)
         await stack.enter_async_context(channel)
         yield FakeFleet(router, store, prefillers, decoders, channel, stop)
 

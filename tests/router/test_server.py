@@ -16,7 +16,8 @@ from router.fake_model import MASK, MAX_MODEL_LEN
 from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, run, until
 
-from effuse.protos import errors, rpc
+from effuse.protos import errors
+from effuse.protos.channels import OPEN
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import model_pb2
 
@@ -321,7 +322,7 @@ def test_draining_finishes_what_runs_and_what_waits_and_takes_no_more() -> None:
         # It closes its port beside the rest; grpcio may lose a call that comes in that moment.
         while True:
             address = f"127.0.0.1:{fleet.router.ports.grpc}"
-            async with rpc.connect(address, keepalive=None) as fresh:
+            async with OPEN.connect(address, keepalive=None) as fresh:
                 error = await failure(fresh.unary_unary(GENERATE, bytes, bytes)(b"", timeout=2))
             if isinstance(error, errors.Unavailable):
                 break

@@ -31,7 +31,7 @@ from effuse.placement import leases
 from effuse.placement.leases import FleetView, Superseded
 from effuse.placement.records import Load
 from effuse.placement.store import Store
-from effuse.protos import rpc
+from effuse.protos.channels import OPEN
 from effuse.protos.errors import (
     Draining,
     EffuseError,
@@ -252,7 +252,7 @@ def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
         await eventually(ready.exists)
         shell = (await made).shell
         async with (
-            rpc.connect(shell.address, keepalive=None) as channel,
+            OPEN.connect(shell.address, keepalive=None) as channel,
             Store(url, "effuse", timeout_s=20.0) as store,
         ):
             one = fronts.Running(await made, channel, asyncio.Event(), done, ready)
