@@ -127,7 +127,10 @@ def test_a_worker_whose_output_is_full_serves_and_ends(tmp_path: Path) -> None:
 
 def test_the_engine_leaves_the_signals_of_a_terminal_to_its_front(tmp_path: Path) -> None:
     with started(tmp_path) as (process, engine):
+        status = Path(f"/proc/{engine.pid}/status").read_text()
+        (ignored,) = re.findall(r"^SigIgn:\s*([0-9a-f]+)$", status, re.MULTILINE)
         for number in (signal.SIGINT, signal.SIGTERM):
+            assert int(ignored, 16) >> number - 1 & 1
             engine.send_signal(number)
         process.send_signal(signal.SIGINT)
         assert process.wait(patient(30)) == 0
