@@ -5,10 +5,12 @@ Each finding names the field, the accepted form and the value that was found. Pu
 anything has a cost. Not here: faults that only the encoding of an input shows (`tokenizer.py`), the
 settings (`validation.py`)."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
 from google.protobuf import struct_pb2
@@ -41,15 +43,18 @@ class Findings:
     def add(self, name: str, expected: str, found: object) -> None:
         self.violations.append(FieldViolation(name, f"expected {expected}, got {found}"))
 
-    def misfit(self, name: str, kind: Any, value: object, error: msgspec.ValidationError) -> None:
-        """A value that msgspec cannot convert to `kind`, a type of Python."""
-        kinds = (kind, *get_args(kind))
-        choices = [one for part in kinds if get_origin(part) is Literal for one in get_args(part)]
-        if choices and isinstance(value, str):
-            self.add(name, f"one of {', '.join(choices)}", shown(value))
+    def misfit(self, name: str, kind: Any, value: object) -> None:
+        """A value that msgspec cannot convert to `kind`, a type of Python; names the part of a list
+        or an object that is at fault."""
+        name, kind, value = _fault(name, kind, value)
+        kinds = _kinds(kind)
+        names = [get_origin(one) or one for one in kinds]
+        if (isinstance(value, str) and str in kinds) or (isinstance(value, dict) and dict in names):
+            self.add(name, "whole characters", shown(json.dumps(value)))  # half of a surrogate pair
+        elif isinstance(value, str) and Literal in names:
+            self.add(name, _form_of(kind), shown(value))
         else:
-            told = str(error)
-            self.violations.append(FieldViolation(name, told[:1].lower() + told[1:]))
+            self.add(name, _form_of(kind), kind_of(value))
 
     def raise_any(self) -> None:
         """Raises `InvalidRequest` with all of them, if there are any."""
@@ -103,6 +108,68 @@ def check_model_name(name: str, field_name: str) -> None:
     """Raises `InvalidRequest` for a name that no model has; others may have no model either."""
     if not is_model_name(name):
         raise InvalidRequest.of(field_name, f"expected {MODEL_NAME_FORM}, got {shown(name)}")
+
+
+_FORMS: Final[Mapping[Any, tuple[str, str]]] = {
+    bool: ("true or false", "true or false"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    list: ("a list", "lists"),
+    dict: ("an object", "objects"),
+}
+"""Types of JSON: one value, and several."""
+
+
+def _kinds(kind: Any) -> Sequence[Any]:
+    """The types of a union without None, or one type."""
+    is_union = get_origin(kind) in (Union, UnionType)
+    return [one for one in get_args(kind) if one is not NoneType] if is_union else [kind]
+
+
+def _fault(name: str, kind: Any, value: object) -> tuple[str, Any, object]:
+    """The first part of a list or an object that is at fault, with its path and its type; else the
+    value itself."""
+    for one in _kinds(kind):
+        origin, inner = get_origin(one), get_args(one)
+        if isinstance(value, list) and origin in (list, Sequence):
+            for at, part in enumerate(value):
+                if not _fits(part, inner[0]):
+                    return _fault(f"{name}[{at}]", inner[0], part)
+        elif isinstance(value, dict) and origin is dict:
+            for key, part in value.items():
+                if _fits(key, str) and not _fits(part, inner[1]):
+                    return _fault(f"{name}[{shown(key)}]", inner[1], part)
+    return name, kind, value
+
+
+def _form_of(kind: Any, number: int = 0) -> str:
+    """A type in words; `number` is 1 for several values of it."""
+    forms = []
+    for one in _kinds(kind):
+        origin, inner = get_origin(one), get_args(one)
+        if origin is Literal:
+            forms.append(f"one of {', '.join(inner)}")
+        elif origin in (list, Sequence):
+            forms.append(f"{_FORMS[list][number]} of {_form_of(inner[0], 1)}")
+        else:
+            forms.append(_FORMS[origin or one][number])
+    return " or ".join(filter(None, (", ".join(forms[:-1]), forms[-1])))
+
+
+def kind_of(value: object) -> str:
+    """A value of JSON by its type, in words."""
+    if value is None or isinstance(value, bool | float):
+        return json.dumps(value)
+    return _FORMS[type(value)][0]
+
+
+def _fits(value: object, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def shown(text: str, most: int = 40) -> str:

@@ -202,8 +202,8 @@ def _settings_of(
         is_text = isinstance(value, str) and float in get_args(_SETTINGS[name])
         try:
             settings[name] = msgspec.convert(value, _SETTINGS[name], strict=not is_text)
-        except msgspec.ValidationError as error:
-            findings.misfit(where, _SETTINGS[name], value, error)
+        except msgspec.ValidationError:
+            findings.misfit(where, _SETTINGS[name], value)
     return settings
 
 

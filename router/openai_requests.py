@@ -19,7 +19,7 @@ from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import SettingError
 from effuse.protos.errors import FieldViolation, InvalidRequest
-from effuse.router.findings import SEEDS, Findings, shown
+from effuse.router.findings import SEEDS, Findings, kind_of, shown
 from effuse.v1 import generation_pb2 as pb
 
 Json = dict[str, Any]
@@ -127,7 +127,7 @@ def parse_body(body: bytes) -> Json:
             "", f"expected a body of JSON, got {shown(str(error), 100)}"
         ) from None
     if not isinstance(found, dict):
-        raise InvalidRequest.of("", f"expected a JSON object, got {type(found).__name__}")
+        raise InvalidRequest.of("", f"expected a JSON object, got {kind_of(found)}")
     return found
 
 
@@ -205,10 +205,8 @@ def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
         else:
             try:
                 given[name] = msgspec.convert(value, fields[name])
-            except msgspec.ValidationError as error:
-                findings.misfit(name, fields[name], value, error)
-            except UnicodeEncodeError:  # half of a surrogate pair, which msgspec cannot refuse
-                findings.add(name, "whole characters", shown(json.dumps(value)))
+            except (msgspec.ValidationError, UnicodeEncodeError):  # half of a surrogate pair
+                findings.misfit(name, fields[name], value)
     return given
 
 
@@ -244,7 +242,7 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
 
 def _prompts(given: Json, findings: Findings) -> list[Prompt]:
     prompt = given.get("prompt")
-    if prompt is None and not any(one.field == "prompt" for one in findings.violations):
+    if prompt is None and not any(one.field.startswith("prompt") for one in findings.violations):
         findings.add("prompt", "a string, token ids, or a list of either", "none")
     if prompt is None:
         return []

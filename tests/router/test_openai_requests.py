@@ -11,19 +11,56 @@ from effuse.router.openai_requests import _FIELDS, _NEUTRAL, Endpoint, request_o
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "hi"}
+HALF = "\ud800"  # of a surrogate pair
 
 
 @pytest.mark.parametrize(
     ("endpoint", "body", "told"),
     [
-        ("completion", {"prompt": 5}, "prompt: expected `str | array`, got `int`"),
-        ("completion", {"prompt": [True]}, "prompt: expected `int | str | array`, got `bool`"),
+        (
+            *("completion", {"prompt": 5}),
+            "prompt: expected a string or a list of strings, integers or lists of integers, "
+            "got an integer",
+        ),
+        (
+            *("completion", {"prompt": [1, True]}),
+            "prompt[1]: expected a string, an integer or a list of integers, got true",
+        ),
+        ("completion", {"prompt": [[1, "a"]]}, "prompt[0][1]: expected an integer, got a string"),
+        ("completion", {"prompt": [HALF]}, "prompt: expected whole characters, got"),
+        (
+            "completion",
+            TEXT | {"max_tokens": HALF},
+            "max_tokens: expected an integer, got a string",
+        ),
+        ("completion", TEXT | {"n": "2"}, "n: expected an integer, got a string"),
+        ("completion", TEXT | {"n": {}}, "n: expected an integer, got an object"),
+        ("completion", TEXT | {"top_p": HALF}, "top_p: expected a number, got a string"),
+        ("completion", TEXT | {"top_p": [1]}, "top_p: expected a number, got a list"),
+        ("completion", TEXT | {"echo": "yes"}, "echo: expected true or false, got a string"),
+        ("completion", TEXT | {"stop": [1]}, "stop[0]: expected a string, got an integer"),
+        ("completion", TEXT | {"stop": [HALF]}, "stop[0]: expected whole characters, got"),
+        ("completion", TEXT | {"stop_token_ids": "a"}, "expected a list of integers, got a string"),
+        (
+            *("completion", TEXT | {"logit_bias": {"1": "a"}}),
+            "logit_bias['1']: expected a number, got a string",
+        ),
+        (
+            *("completion", TEXT | {"stream": True, "stream_options": {"include_usage": 1}}),
+            "stream_options['include_usage']: expected true or false, got an integer",
+        ),
+        ("chat", {"messages": "hi"}, "messages: expected a list of objects, got a string"),
+        ("chat", {"messages": [None]}, "messages[0]: expected an object, got null"),
         ("completion", {}, "prompt: expected a string, token ids, or a list of either, got none"),
-        ("completion", TEXT | {"n": 1.5}, "n: expected `int | null`, got `float`"),
+        ("completion", TEXT | {"n": 1.5}, "n: expected an integer, got 1.5"),
         ("chat", CHAT | {"tool_choice": "required"}, "expected one of none, auto, got 'required'"),
         ("chat", CHAT | {"algorithm": "x" * 3000}, "block_diffusion, llada, dream, fast_dllm"),
         ("chat", CHAT | {"algorithm": "x" * 3000}, "... (3000 characters)"),
-        ("chat", CHAT | {"tool_choice": {"a": 1}}, "tool_choice: expected `str`, got `object`"),
+        (
+            "chat",
+            CHAT | {"tool_choice": {"a": 1}},
+            "expected one of none, auto, got an object",
+        ),
     ],
 )
 def test_a_misfit_is_told_once_and_cut(endpoint: Endpoint, body: dict[str, Any], told: str) -> None:
@@ -34,7 +71,6 @@ def test_a_misfit_is_told_once_and_cut(endpoint: Endpoint, body: dict[str, Any],
     assert told in text and text.count("expected") == 1 and len(text) < 300
 
 
-HALF = "\ud800"  # of a surrogate pair
 ODD: tuple[object, ...] = (
     *(True, 0, -1, 1.5, 1e308, 2**63, 10**30, "", "x", HALF, "\x00", "a" * 20_000, [], {}),
     *(
