@@ -115,8 +115,8 @@ class Forecast:
         Records of requests that have left their slot are ignored.
         """
         columns = [Column.GENERATION, Column.STATUS]
-        known, told = self._state[:, columns], records[:, columns]
-        valid = (known[:, 0] == told[:, 0]) & (known[:, 1] == Status.RUNNING)
+        known, recorded = self._state[:, columns], records[:, columns]
+        valid = (known[:, 0] == recorded[:, 0]) & (known[:, 1] == Status.RUNNING)
         self._state[valid] = records[valid]
         self._masks_left[valid] = self._left(records[valid])
         self._ahead[valid] = not is_last

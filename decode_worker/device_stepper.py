@@ -98,7 +98,7 @@ def make_stepper(
 class DeviceStepper:
     """Steps over all slots. `launch` then `read`, at most `_COPIES` steps apart.
 
-    In a group the leader's stepper sends its commands to `ranks`, and their steppers `obey`.
+    In a group the leader's stepper sends its commands to `ranks`, whose steppers `execute` them.
     """
 
     def __init__(self, step: DeviceStep, *, ranks: Ranks | None = None) -> None:
@@ -189,7 +189,7 @@ class DeviceStepper:
         return Launched(copy, done)
 
     @torch.inference_mode()
-    def obey(self, command: Slots) -> None:
+    def execute(self, command: Slots) -> None:
         """Does what the leader of the group has done; no record of it is read here."""
         match command:
             case JoinSlot(slot=slot, row=row, has_boundary=has_boundary):

@@ -86,7 +86,7 @@ class DecodeEngine:
             return has_changed
         shares = self.roster.schedule(lambda: self.apply(waits=True), self.room, self._now)
         for share in shares:
-            self._outbox.say(*begun_drafts(share.request))
+            self._outbox.add(*begun_drafts(share.request))
         has_launched = self._launch(shares)
         self._is_stalled = not (has_launched or self._executor.is_running)
         return self.apply() or has_changed or has_launched
@@ -200,8 +200,8 @@ class DecodeEngine:
                     message, arrival=self._num_arrived, now=self._now()
                 )
             except RequestError as error:
-                told, field = str(error), error.field or None
-                self._outbox.failed(attempt, "INVALID_ARGUMENT", told, field=field)
+                text, field = str(error), error.field or None
+                self._outbox.failed(attempt, "INVALID_ARGUMENT", text, field=field)
                 return
             self._num_arrived += 1
             self.roster.add(request)
@@ -224,7 +224,7 @@ class DecodeEngine:
             return
         request = self.roster.by_transfer[report.transfer_id]
         self._end(request)
-        self._outbox.say(handoff_failed(request.asked.attempt, report))
+        self._outbox.add(handoff_failed(request.asked.attempt, report))
 
     def _begin_remote(self, arrived: Arrived) -> None:
         request, manifest = self.roster.by_transfer[arrived.transfer_id], arrived.manifest
@@ -270,11 +270,11 @@ class DecodeEngine:
                     held,
                     self._intake.limits.written_pages(request.sequence.first_block_start, held),
                 )
-                self._outbox.say(Reserved(reservation=reservation))
+                self._outbox.add(Reserved(reservation=reservation))
                 continue
             self.roster.begin(request)
             if request.preemptions == 0:
-                self._outbox.say(Reserved(reservation=self._handoffs.local(attempt)))
+                self._outbox.add(Reserved(reservation=self._handoffs.local(attempt)))
             self._verify(request)
         return bool(admitted)
 
@@ -301,7 +301,7 @@ class DecodeEngine:
                         cost = self.room.note_step(request, now, outcome.num_settled)
                         if outcome.finish is not None:
                             self._end(request)
-                        self._outbox.say(*step_events(request, outcome, cost))
+                        self._outbox.add(*step_events(request, outcome, cost))
                     case Broken(request, message, is_retryable):
                         self._end(request, is_sound=False)
                         self._outbox.failed(
@@ -313,7 +313,7 @@ class DecodeEngine:
         """Reports that a part of a request's own prompt is computed."""
         count = request.sequence.committed_len
         event = messages.PromptProgress(attempt=request.asked.attempt, computed_tokens=count)
-        self._outbox.say(event)
+        self._outbox.add(event)
 
     def _verify(self, request: DecodeRequest, arrived: Arrived | None = None) -> None:
         """Reports once that a prompt is complete, which may have arrived from a writer."""
@@ -323,7 +323,7 @@ class DecodeEngine:
         if request.sequence.committed_len == request.sequence.first_block_start:
             request.prompt_boundary = request.boundary
         num_computed = request.sequence.prompt_len - request.units.num_tokens
-        self._outbox.say(
+        self._outbox.add(
             Verified(
                 attempt=request.asked.attempt,
                 bytes=0 if arrived is None else arrived.num_bytes,

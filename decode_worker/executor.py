@@ -343,14 +343,14 @@ def _apply(request: DecodeRequest, part: Part, result: PartResult) -> StepResult
 
 
 def _note_logprobs(
-    request: DecodeRequest, positions: IntArray, before: IntArray, told: HostLogprobs
+    request: DecodeRequest, positions: IntArray, before: IntArray, logprobs: HostLogprobs
 ) -> None:
     """Keeps log-probabilities of candidates that were written at these positions. `before` are the
     previous ids: an unchanged token keeps its earlier ones.
     """
     for index in np.flatnonzero(request.sequence.token_ids[positions] != before).tolist():
-        ids, top = told.top_token_ids[index], told.top[index]
-        entry = TokenLogprobs(told.chosen[index], tuple(ids), tuple(top))
+        ids, top = logprobs.top_token_ids[index], logprobs.top[index]
+        entry = TokenLogprobs(logprobs.chosen[index], tuple(ids), tuple(top))
         request.logprobs[int(positions[index])] = entry
 
 

@@ -227,9 +227,9 @@ def _resume_logprobs(request: DecodeRequest, resume: Resume) -> None:
     sequence = request.sequence
     for block, state in zip(sequence.blocks, resume.frontier, strict=True):
         first = max(block.start, sequence.prompt_len)
-        told = state.logprobs or (None,) * sequence.block_size
+        logprobs = state.logprobs or (None,) * sequence.block_size
         for position in range(first, min(block.end, sequence.mask_end)):
-            entry = told[position - block.start]
+            entry = logprobs[position - block.start]
             if entry is not None and not sequence.masked[position]:
                 request.logprobs[position] = entry
             elif entry is None and not sequence.masked[position]:
@@ -345,7 +345,7 @@ class RehearsalReceiver:
             assert pages is not None, "they were counted"
             self._attempt, self._pages, self._last = attempt, pages, attempt.transfer_id
             reservation = self._handoffs.reserve(attempt, pages, message.writer, now)
-            self._outbox.say(Reserved(reservation=reservation))
+            self._outbox.add(Reserved(reservation=reservation))
 
     def take_report(self, report: Arrived | ArrivalRefused) -> bool:
         """Handles the end of a handoff; False if it is not the rehearsal's."""
@@ -354,10 +354,10 @@ class RehearsalReceiver:
             return False
         self._attempt, self._pages = None, ()
         if isinstance(report, ArrivalRefused):
-            self._outbox.say(handoff_failed(attempt, report))
+            self._outbox.add(handoff_failed(attempt, report))
         else:
             self._pool.release(pages)
-            self._outbox.say(
+            self._outbox.add(
                 Verified(
                     attempt=attempt,
                     bytes=report.num_bytes,

@@ -39,17 +39,17 @@ class ReplicaStepper:
     def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
         """`DeviceStepper.join`; replicas have no boundary vectors."""
         assert boundary is None, "models whose logits are shifted have no replicas"
-        self._obey(JoinSlot(slot, row.tobytes(), has_boundary=False))
+        self._execute(JoinSlot(slot, row.tobytes(), has_boundary=False))
         self.forecast.join(slot, row)
         self._taken.add(slot)
 
     def leave(self, slot: int) -> None:
-        self._obey(LeaveSlot(slot))
+        self._execute(LeaveSlot(slot))
         self.forecast.leave(slot)
         self._taken.discard(slot)
 
     def grow(self, slot: int, first: int, pages: Integers, storable: int) -> None:
-        self._obey(GrowSlot(slot, first, pages.tobytes(), storable))
+        self._execute(GrowSlot(slot, first, pages.tobytes(), storable))
 
     def launch(self) -> None:
         self.asks = True
@@ -70,11 +70,11 @@ class ReplicaStepper:
         self.forecast.read(records, is_last=not self._unread)
         return records
 
-    def _obey(self, command: Slots) -> None:
+    def _execute(self, command: Slots) -> None:
         if self._replica:
             self._ranks.send(ForReplica(self._replica, command))
         else:
-            self._device.obey(command)
+            self._device.execute(command)
 
 
 class ReplicaSteps:

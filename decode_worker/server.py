@@ -168,17 +168,17 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
         if stream.writer is not None and not stream.is_verified:
             has_drained = await self._wait_for_writer(stream, stream.writer)
             transfer_id = stream.attempt.id.transfer_id
-            gone = WriterGone(transfer_id=transfer_id, has_drained=has_drained)
-            self._shell.send(stream.attempt, gone)
+            message = WriterGone(transfer_id=transfer_id, has_drained=has_drained)
+            self._shell.send(stream.attempt, message)
 
     async def _wait_for_writer(self, stream: _DecodeCall, writer: pb.WorkerRef) -> bool:
         """Returns once the writer cannot interfere; True if none of its writes is left."""
         if not stream.num_exposed or stream.attempt.engine_gone:
             return True
-        with self._shell.quarantines.holding(writer, stream.num_exposed) as tell:
+        with self._shell.quarantines.holding(writer, stream.num_exposed) as report:
 
             def goes_on() -> bool:
-                tell()
+                report()
                 return not stream.attempt.engine_gone
 
             return await peer.until_gone(

@@ -299,10 +299,10 @@ class PrefillEngine:
                     self.table.end(prompt)
                 case Pushed():
                     self._kv_bytes += 0 if prompt.is_rehearsal else report.num_bytes
-                    self._outbox.say(prompt_pushed(prompt.attempt, report))
+                    self._outbox.add(prompt_pushed(prompt.attempt, report))
                 case PushFailed():
                     self.table.leave(prompt)
-                    self._outbox.say(push_failed(prompt.attempt, report))
+                    self._outbox.add(push_failed(prompt.attempt, report))
         return bool(reports) or has_applied
 
     def _end_pooled(self) -> bool:
@@ -310,7 +310,7 @@ class PrefillEngine:
         found = self.table.in_pool()
         for prompt in found:
             pages, seconds = len(prompt.pages), self._now() - prompt.done_s if prompt.done else 0.0
-            self._outbox.say(
+            self._outbox.add(
                 PromptPushed(
                     attempt=prompt.attempt,
                     pages=pages,

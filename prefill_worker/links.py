@@ -41,7 +41,7 @@ class LinkState:
     num_bytes: int = 0  # of the largest rehearsal
     num_good: int = 0  # rehearsals since the link was last too slow
     tries: int = 0  # that failed or found it too slow, since the last good one
-    told: bool | None = None  # the last verdict in the log
+    logged: bool | None = None  # the last verdict in the log
     is_under_way: bool = False  # a rehearsal runs
 
     def best(self, now: float) -> float:
@@ -68,9 +68,9 @@ class LinkState:
     def news(self, now: float) -> Link | None:
         """The link, if it should be logged: there is a verdict, and it is new or changed."""
         verdict = self.verdict(now)
-        if verdict is None or verdict is self.told:
+        if verdict is None or verdict is self.logged:
             return None
-        self.told = verdict
+        self.logged = verdict
         return self.link(now)
 
     def is_fine(self, now: float) -> bool:
@@ -214,7 +214,7 @@ def is_idle(worker: WorkerRecord) -> bool:
     return not (worker.load.running or worker.load.waiting)
 
 
-def tell(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
+def log_link(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
     """Logs the state of a link; as a warning if it is refused or unexpectedly slow."""
     found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
     if not link.bytes_per_second:

@@ -314,7 +314,7 @@ class PromptTable:
         if prompt.num_computed == prompt.num_paged:
             self.conclude(prompt)
         elif prompt.shows_progress:
-            self._outbox.say(
+            self._outbox.add(
                 PromptProgress(attempt=prompt.attempt, computed_tokens=prompt.num_computed)
             )
 
@@ -323,7 +323,7 @@ class PromptTable:
         self.computing.remove(prompt)
         done, prompt.done_s = prefill_done(prompt, self._now()), self._now()
         if not prompt.to_pool:
-            self._outbox.say(done)
+            self._outbox.add(done)
             return
         prompt.done = done
         self._cache.add_whole(prompt.units, prompt.pages, prompt.row)
@@ -343,7 +343,7 @@ class PromptTable:
             if prompt.done is None:
                 prompt.started_s, prompt.num_cached = self._now(), prompt.num_paged
             done = prompt.done or prefill_done(prompt, self._now())
-            self._outbox.say(replace(done, in_pool=has_all))
+            self._outbox.add(replace(done, in_pool=has_all))
             (self.waiting if is_new else self.pooling).remove(prompt)
             if has_all:
                 found.append(prompt)

@@ -23,7 +23,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from effuse.placement.records import FEW_PAGES, WorkerRecord
-from effuse.prefill_worker.links import Links, LinkState, is_idle, tell
+from effuse.prefill_worker.links import Links, LinkState, is_idle, log_link
 from effuse.protos.channels import calling, decode_stub, filled
 from effuse.protos.errors import (
     Bug,
@@ -216,8 +216,8 @@ class Rehearsals:
         own = self._shell.record()
         if own is None or own.state != "ready":
             return False
-        for gone in self._links.follow(own, self._workers(), self._now()):
-            self._shell.supervisor.send(ReceiverGone(incarnation=gone.incarnation), own.incarnation)
+        for one in self._links.follow(own, self._workers(), self._now()):
+            self._shell.supervisor.send(ReceiverGone(incarnation=one.incarnation), own.incarnation)
         if own.incarnation not in self._shell.links or self._now() >= self._publish_at:
             self._publish(own)  # also what was too long ago
         link = self._links.next(self._now(), only_cold=only_cold, may_measure=is_idle(own))
@@ -276,7 +276,7 @@ class Rehearsals:
         else:
             link.refused(f"{own.connector} here, {peer.connector} there", self._now())
         if (news := link.news(self._now())) is not None:
-            tell(own.worker_id, news, own.min_handoff_gbps, is_fallback=is_fallback)
+            log_link(own.worker_id, news, own.min_handoff_gbps, is_fallback=is_fallback)
 
     async def _warm_up(
         self,

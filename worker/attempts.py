@@ -277,7 +277,7 @@ class Quarantines:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._held: list[_Held] = []
-        self._told: set[str] = set()  # writers that the log already reports as silent
+        self._reported: set[str] = set()  # writers that the log already reports as silent
 
     @contextmanager
     def holding(self, writer: pb.WorkerRef, pages: int) -> Iterator[Callable[[], None]]:
@@ -285,11 +285,11 @@ class Quarantines:
         held = _Held(writer, pages, self._now())
         self._held.append(held)
         try:
-            yield lambda: self._tell(held)
+            yield lambda: self._report(held)
         finally:
             self._held.remove(held)
-            if writer.address in self._told and not self._of(writer.address):
-                self._told.remove(writer.address)
+            if writer.address in self._reported and not self._of(writer.address):
+                self._reported.remove(writer.address)
                 LOG.warning("all pages that %s held are free again", writer.address)
 
     def check(self, writer: pb.WorkerRef) -> None:
@@ -316,11 +316,11 @@ class Quarantines:
     def _of(self, address: str) -> list[_Held]:
         return [one for one in self._held if one.writer.address == address]
 
-    def _tell(self, held: _Held) -> None:
+    def _report(self, held: _Held) -> None:
         address, age_s = held.writer.address, self._now() - held.since
-        if age_s < ALARM_S or address in self._told:
+        if age_s < ALARM_S or address in self._reported:
             return
-        self._told.add(address)
+        self._reported.add(address)
         LOG.error(
             "%d pages cannot be used, because the prefill worker at %s, on this machine, may still "
             "write into them and has not answered for %.0f s. They become free once it answers or "

@@ -111,7 +111,7 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._left: Sequence[ToEngine] = ()  # messages that wait for the end of a step
         self._meanwhile = meanwhile
-        pulse.meanwhile = self._hear
+        pulse.meanwhile = self._receive
 
     def run(self) -> None:
         """Runs until a `Shutdown` arrives."""
@@ -123,11 +123,11 @@ class EngineLoop:
         if not self._take():
             return False
         worked = self._core.step()
-        said, load = self._core.outbox(), self._core.load()
+        events, load = self._core.outbox(), self._core.load()
         # The load is sent before the end of an attempt, so that it is correct for the reader of
         # that.
-        beat = self._pulse.turn(load, has_end=any(isinstance(event, _ENDS) for event in said))
-        tell(self._socket, said if beat is None else [beat, *said])
+        beat = self._pulse.turn(load, has_end=any(isinstance(event, _ENDS) for event in events))
+        send(self._socket, events if beat is None else [beat, *events])
         if not worked and not self._left:
             self._poller.poll(self._wait_ms(load))
         return True
@@ -145,7 +145,7 @@ class EngineLoop:
             self._core.handle(message)
         return True
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """From within a long step: lets the core take messages that must not wait for its end."""
         self._left = self._meanwhile([*self._left, *self._messages()])
 
@@ -154,7 +154,7 @@ class EngineLoop:
             yield self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
 
 
-def tell(socket: "zmq.Socket[bytes]", messages: Sequence[ToFront]) -> None:
+def send(socket: "zmq.Socket[bytes]", messages: Sequence[ToFront]) -> None:
     """Sends messages to the front as one frame; never waits."""
     if messages:
         socket.send(_ENCODER.encode(list(messages)), zmq.NOBLOCK)
@@ -184,7 +184,7 @@ def main(config_type: type[Config], build: Builder[Config]) -> NoReturn:
 def _run(
     config: Config, incarnation: str, build: Builder[Config], socket: "zmq.Socket[bytes]"
 ) -> int:
-    pulse = Pulse(lambda beat: tell(socket, [beat]))
+    pulse = Pulse(lambda beat: send(socket, [beat]))
     with contextlib.ExitStack() as signs_of_life:
         try:
             first = signs_of_life.enter_context(listen_while_alive(config.host))
@@ -195,13 +195,13 @@ def _run(
                 engine = build(config, incarnation, pulse)
             signs_of_life.enter_context(listen_while_alive(config.host, port))
         except (ValueError, OSError) as error:
-            tell(socket, [StartupFailed(message=str(error), permanent=True)])
+            send(socket, [StartupFailed(message=str(error), permanent=True)])
             return 2
         end_start()
         loop = EngineLoop(
             engine.core, socket, pulse, wakes=engine.wakes, meanwhile=engine.meanwhile
         )
-        tell(socket, [msgspec.structs.replace(engine.ready, engine_port=port)])
+        send(socket, [msgspec.structs.replace(engine.ready, engine_port=port)])
         try:
             loop.run()
         finally:
@@ -298,7 +298,7 @@ class Outbox:
         events, self._events = self._events, []
         return events
 
-    def say(self, *events: CoreEvent) -> None:
+    def add(self, *events: CoreEvent) -> None:
         self._events += events
 
     def failed(
@@ -310,9 +310,9 @@ class Outbox:
         retryable: bool = False,
         field: str | None = None,
     ) -> None:
-        self.say(
+        self.add(
             Failed(attempt=attempt, code=code, message=message, retryable=retryable, field=field)
         )
 
     def abort_done(self, attempt: AttemptId, *, was_running: bool) -> None:
-        self.say(AbortDone(attempt=attempt, was_running=was_running))
+        self.add(AbortDone(attempt=attempt, was_running=was_running))

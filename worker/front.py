@@ -131,7 +131,7 @@ class Front:
             rpc.FLEET_LIMITS, tls=access.server_tls(), doorkeeper=doorkeeper
         )
         self._facts: dict[str, str] = {}  # for the process that waits for the ready file
-        self._is_told = False  # it was written at least once
+        self._is_written = False  # it was written at least once
         self._announcer: Announcer | None = None
         self._supervising: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None  # ends attempts after the drain's deadline
@@ -261,10 +261,10 @@ class Front:
         try:
             rpc.write_ready_file(path, self.shell.address, **facts)
         except OSError as error:
-            if not self._is_told:
+            if not self._is_written:
                 raise
             LOG.warning("%s could not be written: %s", path, error)
-        self._is_told = True
+        self._is_written = True
 
     async def _end_all(self) -> None:
         self.shell.is_draining = self._is_ending = True

@@ -346,13 +346,13 @@ class RankEvents:
         if isinstance(event, _FAILURES):
             is_first, transfer.has_failed = not transfer.has_failed, True
             return [event] if is_first else []
-        said = transfer.events.setdefault(type(event), {})
-        said.setdefault(rank, event)
-        if len(said) < self._num_ranks:
+        by_rank = transfer.events.setdefault(type(event), {})
+        by_rank.setdefault(rank, event)
+        if len(by_rank) < self._num_ranks:
             return []
         if not (transfer.is_given_up and isinstance(event, _SUCCESSES)):
             del self._transfers[event.transfer_id]
-        return [_merged([said[one] for one in range(self._num_ranks)])]
+        return [_merged([by_rank[one] for one in range(self._num_ranks)])]
 
 
 def _merged(events: Sequence[ConnectorEvent]) -> ConnectorEvent:

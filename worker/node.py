@@ -196,7 +196,7 @@ class NodeAgent:
             message, now = await link.next_message(_LOOK_S, exits), self._now()
             match message:
                 case LeaderBeat(incarnation=found, is_ready=ready) if found == incarnation:
-                    silence.heard_at = now
+                    silence.received_at = now
                     if ready and not is_ready:
                         is_ready, silence.limit_s = True, self._limits.serving_s
                         self._on_ready(incarnation)
@@ -207,7 +207,7 @@ class NodeAgent:
             if link.disconnected.done():
                 return "the connection to the leader has ended"
             if silence.is_over(now):
-                return f"the leader has been silent for {now - silence.heard_at:.1f} s"
+                return f"the leader has been silent for {now - silence.received_at:.1f} s"
             if self._stop.is_set() and leaves_at == float("inf"):
                 leaves_at = now + self._leave()
             if now > leaves_at:

@@ -107,7 +107,7 @@ class Roll:
         if not own or message.incarnation != self.incarnation:
             return Stale(self.incarnation), None
         for member in own.values():
-            member.silence.heard_at = now
+            member.silence.received_at = now
         if isinstance(message, NodeBeat):
             return None, None
         is_theirs = any(message.rank in self.welcomes[node].commands for node in own)
@@ -118,7 +118,7 @@ class Roll:
         for one in self.members.values():
             one.silence.limit_s = self.limit_s if self.is_ready else STARTING * self.limit_s
         return [
-            NodeLost(node, now - one.silence.heard_at)
+            NodeLost(node, now - one.silence.received_at)
             for node, one in self.members.items()
             if one.silence.is_over(now)
         ]

@@ -128,8 +128,8 @@ def _page_memory(
             return PageMemory(layout, num_pages, device)
         return GroupMemory(layout, num_pages, device, ranks)
     except (OSError, OverflowError) as error:
-        told = f"--num-pages: {num_pages} pages of {layout.page_bytes} bytes: {error}"
-        raise ValueError(told) from error
+        text = f"--num-pages: {num_pages} pages of {layout.page_bytes} bytes: {error}"
+        raise ValueError(text) from error
 
 
 def _host_pages(

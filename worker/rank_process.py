@@ -89,7 +89,7 @@ Opener = Callable[[Fingerprint], Connector]
 class Steps(Protocol):
     """The slots of a decode rank's device."""
 
-    def obey(self, command: Slots) -> None:
+    def execute(self, command: Slots) -> None:
         """Does what the leader does with its own slots."""
 
 
@@ -196,7 +196,7 @@ class Rank:
                 command = self._inbox.popleft()
                 if isinstance(command, Quit):
                     break
-                self._obey(command)
+                self._execute(command)
             else:
                 signals = () if self._connector is None else (self._connector.fileno(),)
                 self._leader.wait(signals, _COPYING_MS if self._copying else None)
@@ -211,7 +211,7 @@ class Rank:
             self._leader.answer(Advanced(self._next - 1))
         self._look()
         while self._inbox and isinstance(self._inbox[0], Transfer):
-            self._obey(self._inbox.popleft())
+            self._execute(self._inbox.popleft())
 
     def _look(self) -> None:
         """Takes in commands, and sends what became of transfers.
@@ -221,7 +221,7 @@ class Rank:
         """
         while (command := self._leader.read()) is not None:
             if isinstance(command, Expect):
-                self._obey(command)
+                self._execute(command)
             else:
                 self._inbox.append(command)
             self._leader.confirm()
@@ -239,7 +239,7 @@ class Rank:
             self._shard = shard
             self._leader.answer(Readdressed(shard))
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case RunParts():
                 stage = self._part.model.stage
@@ -261,7 +261,7 @@ class Rank:
                 self._copying[number] = copies
             case JoinSlot() | LeaveSlot() | GrowSlot() | LaunchStep():
                 assert self._steps is not None, "they are prepared before a step"
-                self._steps.obey(command)
+                self._steps.execute(command)
             case Prepare():
                 assert self._make_steps is not None, "this is a decode rank"
                 self._steps = self._make_steps()

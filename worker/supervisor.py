@@ -276,7 +276,7 @@ class Supervisor:
         self._on_change = on_change  # called whenever `life` has started or ended
         self.backoff = backoff or Backoff()
         self._progress = Progress.begin(time.monotonic())  # of the current engine, ready or not
-        self._told_phase: Phase = "serving"  # the phase that was logged last
+        self._logged_phase: Phase = "serving"  # the phase that was logged last
         self._phase: Phase = "serving"  # the present one
         self._phase_at = 0.0  # its begin
         self.life: EngineLife | None = None
@@ -348,9 +348,9 @@ class Supervisor:
         # A start compiles dozens of kernels, most of them in a millisecond from the cache.
         is_long = beat.phase == "compiling" and now - self._phase_at > _LONG_S
         is_news = self.life is not None or is_long or beat.phase in ("loading", "capturing")
-        if is_news and beat.phase != self._told_phase:
+        if is_news and beat.phase != self._logged_phase:
             LOG.info("engine %s is now %s", client.incarnation, beat.phase)
-            self._told_phase = beat.phase
+            self._logged_phase = beat.phase
         self._progress = observe(self._progress, beat, now)
         if self.life is not None:
             self.life.load = beat.load
@@ -369,7 +369,7 @@ class Supervisor:
         )
         self.life = self.last_life = EngineLife(client, ready, capacity, load, now)
         self._progress = replace(self._progress, is_ready=True)
-        self._told_phase = "serving"
+        self._logged_phase = "serving"
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
 

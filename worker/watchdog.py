@@ -40,20 +40,20 @@ class GroupBroken(RuntimeError):
 
 
 class Pulse:
-    """Counts the heartbeats of one engine, and sends them with `tell`, which never waits.
+    """Counts the heartbeats of one engine, and sends them with `send`, which never waits.
 
-    Without `tell` nothing watches the engine. Belongs to the thread that makes it. `now` is a
+    Without `send` nothing watches the engine. Belongs to the thread that makes it. `now` is a
     monotonic clock in seconds.
     """
 
     def __init__(
         self,
-        tell: Callable[[Heartbeat], None] | None = None,
+        send: Callable[[Heartbeat], None] | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_watched = tell is not None
-        self._tell = tell or (lambda _: None)
+        self.is_watched = send is not None
+        self._send = send or (lambda _: None)
         self._now = now
         self._thread = threading.get_ident()
         # Called about as often as beats are sent, for work that may happen within a long step.
@@ -61,8 +61,8 @@ class Pulse:
         self._phases: list[Phase] = []  # that contain each other
         self._loops = 0
         self._marks = 0
-        self._told = Load()
-        self._told_at = float("-inf")
+        self._sent = Load()
+        self._sent_at = float("-inf")
         self._dropped = 0  # lines of dropped output in the last beat
 
     def turn(self, load: Load, *, has_end: bool) -> Heartbeat | None:
@@ -73,18 +73,18 @@ class Pulse:
         """
         self._loops += 1
         self._phases.clear()  # also those that an error has left open
-        since_s = self._now() - self._told_at
-        has_changed = load != self._told and (has_end or since_s >= _BEAT_CHANGED_S)
+        since_s = self._now() - self._sent_at
+        has_changed = load != self._sent and (has_end or since_s >= _BEAT_CHANGED_S)
         if not has_changed and since_s < _BEAT_S:
             return None
-        self._told = load
+        self._sent = load
         return self._beat()
 
     def mark(self, _layer: int = 0) -> None:
         """A part of a long step is done, such as a layer of a forward. Costs almost nothing."""
         self._marks += 1
-        if self._now() - self._told_at >= _BEAT_S:
-            self._tell(self._beat())
+        if self._now() - self._sent_at >= _BEAT_S:
+            self._send(self._beat())
             self.meanwhile()
 
     @contextmanager
@@ -102,23 +102,23 @@ class Pulse:
         """
         if threading.get_ident() == self._thread:
             self._phases.append(phase)
-            self._tell(self._beat())
+            self._send(self._beat())
 
     def end(self) -> None:
         """Reports that the last begun phase has ended."""
         if threading.get_ident() == self._thread and self._phases:
             self._phases.pop()
-            self._tell(self._beat())
+            self._send(self._beat())
 
     def _beat(self) -> Heartbeat:
-        self._told_at = self._now()
+        self._sent_at = self._now()
         phase = self._phases[-1] if self._phases else "serving"
         before, self._dropped = self._dropped, logs.dropped_lines()
         return Heartbeat(
             loops=self._loops,
             marks=self._marks,
             phase=phase,
-            load=self._told,
+            load=self._sent,
             dropped_lines=self._dropped - before,
         )
 
@@ -237,20 +237,20 @@ class PeerSilence:
 
     limit_s: float
     look_s: float
-    heard_at: float
+    received_at: float
     looked_at: float
 
     @classmethod
     def begin(cls, now: float, limit_s: float, look_s: float) -> "PeerSilence":
-        return cls(limit_s=limit_s, look_s=look_s, heard_at=now, looked_at=now)
+        return cls(limit_s=limit_s, look_s=look_s, received_at=now, looked_at=now)
 
     def is_over(self, now: float) -> bool:
         """Whether the process was silent for too long."""
         late_s = now - self.looked_at - self.look_s
         if late_s > self.look_s:
-            self.heard_at += late_s
+            self.received_at += late_s
         self.looked_at = now
-        return now - self.heard_at > self.limit_s
+        return now - self.received_at > self.limit_s
 
 
 def is_stopped_by_signal(pid: int) -> bool:

@@ -83,7 +83,7 @@ def follow(model: Transformer, queue: Queue[bytes]) -> None:
                 rig.memory.copy_page(source, target)
             case _:
                 assert isinstance(command, Slots)
-                rig.stepper.obey(command)
+                rig.stepper.execute(command)
 
 
 def tokens_of(rig: Rig, requests: list[StartDecode]) -> list[list[int]]:

@@ -92,7 +92,7 @@ def follow(model: Transformer, rank: int, replicas: Replicas) -> None:
                 pass
             case _:
                 assert isinstance(command, Slots)
-                rig.stepper.obey(command)
+                rig.stepper.execute(command)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -19,7 +19,7 @@ from effuse.prefill_worker.links import (
     WINDOW_S,
     Links,
     LinkState,
-    tell,
+    log_link,
 )
 
 LOGGER = "effuse.prefill_worker.links"
@@ -281,7 +281,7 @@ def test_what_is_told_of_a_link(
     caplog: pytest.LogCaptureFixture, gbps: float, is_fallback: bool, level: int, text: str
 ) -> None:
     with caplog.at_level(logging.INFO, LOGGER):
-        tell("p0", Link("d0", "1", "cuda_ipc", 213.4e9), gbps, is_fallback=is_fallback)
+        log_link("p0", Link("d0", "1", "cuda_ipc", 213.4e9), gbps, is_fallback=is_fallback)
     (record,) = caplog.records
     assert record.levelno == level
     assert record.getMessage().startswith("handoff p0 to d0: cuda_ipc, 213.4 GB/s")
