@@ -224,13 +224,13 @@ class HelpWithDefaults(argparse.HelpFormatter):
     """Adds to every flag's help its default, or that it is required, unless the help has it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        told = action.help or ""
+        text = action.help or ""
         if not action.option_strings or isinstance(action, argparse._HelpAction):
-            return told
-        if "(default: " in told:
-            return told
+            return text
+        if "(default: " in text:
+            return text
         end = "required" if action.required else f"default: {_default_text(action.default)}"
-        return f"{told} ({end})"
+        return f"{text} ({end})"
 
 
 def _default_text(value: object) -> str:

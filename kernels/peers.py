@@ -84,8 +84,8 @@ def map_peers(
     if own:
         bytes_at(own, buffer_bytes(size), device).fill_(-1)
         handle[:] = cuda_ipc.handle_of(own).ljust(len(handle), b"\0")
-    told = exchange(torch.frombuffer(handle, dtype=torch.uint8).to(device))
-    handles = [bytes(one.tolist()) for one in told]
+    gathered = exchange(torch.frombuffer(handle, dtype=torch.uint8).to(device))
+    handles = [bytes(one.tolist()) for one in gathered]
     # By rank; 0 if a peer has no memory or it cannot be mapped.
     mapped = {
         at: cuda_ipc.open_handle(one) if any(one) else 0

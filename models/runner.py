@@ -352,14 +352,14 @@ def _results(
 ) -> list[PartResult]:
     results = []
     candidate, kept = 0, packed.num_candidates
-    for part, told in zip(parts, logprobs, strict=True):
+    for part, of_part in zip(parts, logprobs, strict=True):
         span = slice(candidate, candidate + len(part.candidates))
         boundary = None
         if packed.keeps_boundary(part):
             boundary = hidden[kept].clone()
             kept += 1
         tokens, confidences, scores = (column[span] for column in drawn)
-        results.append(PartResult([*map(int, tokens)], confidences, scores, boundary, told))
+        results.append(PartResult([*map(int, tokens)], confidences, scores, boundary, of_part))
         candidate = span.stop
     return results
 
@@ -376,9 +376,9 @@ def _logprobs(
         if part.num_logprobs is None or not part.candidates:
             found.append(None)
             continue
-        told = token_logprobs(logits[rows], tokens[rows], config.mask_token_id, part.num_logprobs)
+        entry = token_logprobs(logits[rows], tokens[rows], config.mask_token_id, part.num_logprobs)
         found.append(
-            HostLogprobs(told.chosen.tolist(), told.top_tokens.tolist(), told.top.tolist())
+            HostLogprobs(entry.chosen.tolist(), entry.top_tokens.tolist(), entry.top.tolist())
         )
     return found
 

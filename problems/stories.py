@@ -83,13 +83,13 @@ def chain(rng: random.Random) -> Task:
     steps = rng.choices(_STEP_COUNTS, _STEP_WEIGHTS)[0]
     ledger = Ledger()
     words = {"A": name, "B": other, "s": pronoun, "o": thing}
-    told = [_open(rng, scene, ledger, words)]
+    sentences = [_open(rng, scene, ledger, words)]
     while sum("=" in line for line in ledger.lines) < steps:
-        told.append(_event(rng, scene, ledger, words))
+        sentences.append(_event(rng, scene, ledger, words))
     ask = rng.randrange(len(scene.asks))
-    told.append(sentence(scene.asks[ask].format(**words)))
+    sentences.append(sentence(scene.asks[ask].format(**words)))
     return Task(
-        prompt=" ".join(told),
+        prompt=" ".join(sentences),
         lines=tuple(ledger.lines),
         result=str(ledger.value),
         kind="story",
@@ -112,12 +112,12 @@ def _open(rng: random.Random, scene: Scene, ledger: Ledger, words: dict[str, str
 
 def _event(rng: random.Random, scene: Scene, ledger: Ledger, words: dict[str, str]) -> str:
     sign, amount, forms = _operation(rng, scene, ledger.value)
-    told = rng.choice(forms)
-    label = told[told.index("_") + 1 :].split()[0].rstrip(",")
-    if "{n}" in told:
+    form = rng.choice(forms)
+    label = form[form.index("_") + 1 :].split()[0].rstrip(",")
+    if "{n}" in form:
         label += f" {amount}"
     ledger.work(label, ledger.value, sign, amount)
-    text = told.replace("_", "").format(n=amount, **words)
+    text = form.replace("_", "").format(n=amount, **words)
     if rng.random() < 0.35:
         text = f"{rng.choice(LINKS)} {text}"
     return sentence(text)
@@ -154,16 +154,16 @@ def compare(rng: random.Random) -> Task:
     owners = owners[: count[ask]]
     ledger = Ledger()
     values = [number(rng, 2, 1_000)]
-    told = [sentence(COMPARE_FRAMES[frame].first.format(A=owners[0], n=values[0], o=thing))]
+    sentences = [sentence(COMPARE_FRAMES[frame].first.format(A=owners[0], n=values[0], o=thing))]
     for before, owner in pairwise(owners):
         sign, amount, form = _relation(rng, frame, values[-1])
         text = form.format(A=owner, B=before, n=amount, o=thing)
-        told.append(sentence(text))
+        sentences.append(sentence(text))
         values.append(ledger.work(_label(owner), values[-1], sign, amount))
     question = _conclude(ask, frame, owners, values, ledger).format(o=thing)
-    told.append(sentence(question))
+    sentences.append(sentence(question))
     return Task(
-        prompt=" ".join(told),
+        prompt=" ".join(sentences),
         lines=tuple(ledger.lines),
         result=str(ledger.value),
         kind="compare",
@@ -221,13 +221,13 @@ def products(rng: random.Random) -> Task:
     parts = rng.sample(frame.parts, rng.choice((2, 2, 3)))
     name, pronoun = rng.choice(NAMES)
     ledger = Ledger()
-    told, total = [], 0
+    terms, total = [], 0
     for order, part in enumerate(parts):
         many, each = rng.randint(2, 9), rng.randint(2, 99)
-        told.append(f"{many} {frame.many} {each} {frame.each}".replace("{p}", part))
+        terms.append(f"{many} {frame.many} {each} {frame.each}".replace("{p}", part))
         value = ledger.work(part, many, "*", each)
         total = ledger.work("total", total, "+", value) if order else value
-    listed = f"{', '.join(told[:-1])} and {told[-1]}"
+    listed = f"{', '.join(terms[:-1])} and {terms[-1]}"
     prompt = [sentence(f"{frame.lead} {listed}".format(A=name, s=pronoun))]
     ask = frame.ask
     if rng.random() < 0.5:
@@ -271,14 +271,14 @@ def _orders(rng: random.Random, ledger: Ledger, steps: int) -> tuple[str, str]:
     index = rng.randrange(len(ORDER_FRAMES))
     frame = ORDER_FRAMES[index]
     ledger.value = number(rng, 2, LIMIT - 1000)
-    told = [sentence(frame.start.format(n=ledger.value))]
+    sentences = [sentence(frame.start.format(n=ledger.value))]
     scene = Scene("", (), (), (), (frame.add,), (frame.take,), ("double it",), (frame.times,),
                   ("halve it",), (frame.share,), ())  # fmt: skip
     for _ in range(steps):
         sign, amount, forms = _operation(rng, scene, ledger.value)
-        told.append(sentence(forms[0].format(n=amount)))
+        sentences.append(sentence(forms[0].format(n=amount)))
         ledger.work("", ledger.value, sign, amount)
-    return " ".join([*told, frame.ask]), f"orders/{index}"
+    return " ".join([*sentences, frame.ask]), f"orders/{index}"
 
 
 def _sum_chain(rng: random.Random, ledger: Ledger, steps: int) -> tuple[str, str]:

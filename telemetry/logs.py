@@ -90,8 +90,8 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without a traceback."""
-        told = [f"{name}={_plain(value)}" for name, value in _figures_of(record).items()]
-        return " ".join([super().formatMessage(record), *told])
+        figures = [f"{name}={_plain(value)}" for name, value in _figures_of(record).items()]
+        return " ".join([super().formatMessage(record), *figures])
 
 
 class JsonLines(logging.Formatter):
@@ -147,7 +147,7 @@ class Output:
         self._number = number
         self._lock = threading.RLock()  # a signal's handler may write within a write
         self._waiting: deque[bytes] = deque()
-        self._unsaid = 0  # lines that were dropped since the last notice
+        self._unreported = 0  # lines that were dropped since the last notice
         self._writer: threading.Thread | None = None
         self._over = threading.Event()
 
@@ -158,11 +158,11 @@ class Output:
         try:
             rest = self._try(data) if self._write_waiting() else data
             size = sum(map(len, self._waiting)) + len(rest or b"")
-            if rest is None or self._unsaid or size > _MOST_BYTES:
+            if rest is None or self._unreported or size > _MOST_BYTES:
                 self._drop(data)
             elif rest:
                 self._waiting.append(rest)
-            if self._waiting or self._unsaid:
+            if self._waiting or self._unreported:
                 self._start_writer()
         finally:
             self._lock.release()
@@ -190,7 +190,7 @@ class Output:
     def _drop(self, data: bytes) -> None:
         lines = max(1, data.count(b"\n"))
         self.dropped += lines
-        self._unsaid += lines
+        self._unreported += lines
 
     def _write_waiting(self) -> bool:
         """Whether nothing waits, including a notice about dropped lines."""
@@ -202,15 +202,15 @@ class Output:
             elif rest:
                 self._waiting.appendleft(rest)
                 return False
-        if self._unsaid:
-            self._say_dropped()
-        return not (self._waiting or self._unsaid)
+        if self._unreported:
+            self._report_dropped()
+        return not (self._waiting or self._unreported)
 
-    def _say_dropped(self) -> None:
-        line = f"{self.notice(self._unsaid)}\n".encode(errors="backslashreplace")
+    def _report_dropped(self) -> None:
+        line = f"{self.notice(self._unreported)}\n".encode(errors="backslashreplace")
         rest = self._try(line)
         if rest is not None:
-            self._unsaid = 0
+            self._unreported = 0
             self._waiting.extend([rest] if rest else [])
 
     def _start_writer(self) -> None:

@@ -92,9 +92,9 @@ class Traces:
             return ()
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        told: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(told)
-        return tuple(told.items())
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        return tuple(carrier.items())
 
     def close(self) -> None:
         """Sends the rest; waits for that as long as the exporter does."""
@@ -105,7 +105,7 @@ class Traces:
 def _context_of(metadata: Carrier) -> Context:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    told = {key: value for key, value in metadata if key in _KEYS and isinstance(value, str)}
-    if len(told.get("tracestate", "")) > MOST_STATE:
-        del told["tracestate"]
-    return TraceContextTextMapPropagator().extract(told)
+    carrier = {key: value for key, value in metadata if key in _KEYS and isinstance(value, str)}
+    if len(carrier.get("tracestate", "")) > MOST_STATE:
+        del carrier["tracestate"]
+    return TraceContextTextMapPropagator().extract(carrier)

@@ -17,7 +17,7 @@ from effuse.models.weights import load_model
 def test_a_line_at_most_every_so_often_and_one_at_the_end() -> None:
     at, said = [0.0], list[str]()
     with progress_log(
-        "weights", 8e9, unit="GB", per_unit=1e9, now=lambda: at[0], say=said.append
+        "weights", 8e9, unit="GB", per_unit=1e9, now=lambda: at[0], log=said.append
     ) as add:
         for _ in range(64):  # binary fractions, so that sums are exact
             at[0] += EVERY_S / 16
@@ -33,10 +33,10 @@ def test_a_line_at_most_every_so_often_and_one_at_the_end() -> None:
 
 def test_what_is_quick_has_one_line_and_what_fails_none() -> None:
     said: list[str] = []
-    with progress_log("graphs", 3, now=lambda: 0.0, say=said.append) as add:
+    with progress_log("graphs", 3, now=lambda: 0.0, log=said.append) as add:
         add(1)
     assert said == ["graphs: all 3 after 0.0 s"]
-    with pytest.raises(OSError), progress_log("graphs", 3, now=lambda: 0.0, say=said.append):
+    with pytest.raises(OSError), progress_log("graphs", 3, now=lambda: 0.0, log=said.append):
         raise OSError
     assert len(said) == 1
 
