@@ -75,10 +75,10 @@ several engines together, and the next engine might be one whose death is not kn
 class AnswerRun:
     """Run once, for a request for one answer or for one of its answers."""
 
-    def __init__(self, router: Router, request: Request, told: Listener) -> None:
+    def __init__(self, router: Router, request: Request, listener: Listener) -> None:
         self._router = router
         self._request = request
-        self._told = told
+        self._listener = listener
 
     async def run(self) -> pb.GenerateStreamResponse:
         """Makes attempts, one after the other, and returns the last event, which is still to be
@@ -221,9 +221,9 @@ class AnswerRun:
         request = self._request
         prefill = placement.prefill.worker_id if placement.prefill else ""
         request.begin_attempt(prefill, placement.decode.worker_id, self._router.now())
-        attempt = Attempt(self._router, request, placement, self._told, share)
+        attempt = Attempt(self._router, request, placement, self._listener, share)
         if not request.index:
-            self._told.begin_attempt(placement, attempt.transfer_id)
+            self._listener.begin_attempt(placement, attempt.transfer_id)
         return attempt
 
     # After an attempt.
@@ -238,7 +238,7 @@ class AnswerRun:
         LOG.warning(
             "request %s, attempt %d on %s: %s; so far: %s",
             *(request.name, attempts.count, failure.worker.worker_id, error.message),
-            request.answer.tell_story(),
+            request.answer.history(),
         )
         router.fleet.standing.note(failure)
         router.metrics.count_failure(failure)

@@ -28,7 +28,7 @@ from effuse.router.router import Router
 from effuse.v1 import generation_pb2, worker_pb2
 from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason
 
-LAST_WORD_S: Final = 1.0
+REPORT_S: Final = 1.0
 """How long a decode worker that receives no pages may take to report its own loss. Its writer often
 learns of that first, on busy cores by 0.4 s."""
 
@@ -41,13 +41,13 @@ class Attempt:
         router: Router,
         request: Request,
         placement: Placement,
-        told: Listener,
+        listener: Listener,
         share: AttemptShare,
     ) -> None:
         self._router = router
         self._request = request
         self._placement = placement
-        self._told = told
+        self._listener = listener
         self._share = share
         self.transfer_id = secrets.token_hex(16)
         self._number = request.attempts.number
@@ -102,8 +102,8 @@ class Attempt:
             while self._reason is None:
                 await self._pass_on(await read_message(decode, self._peer), prefill)
         except EffuseError as error:
-            if (last := self._end_without_word(error)) is not None:
-                await self._told.send(last)
+            if (last := self._end_if_complete(error)) is not None:
+                await self._listener.send(last)
             self._end_calls()
         assert self._reason is not None, "sent completely"
         if request.answer.text.is_stopped:  # its workers know nothing of that
@@ -118,7 +118,7 @@ class Attempt:
         if not isinstance(response, worker_pb2.DecodeResponse):
             raise PeerLost(f"{self._peer} ended its call before the answer ended")
         for news in self._take(response):
-            await self._told.send(news)
+            await self._listener.send(news)
         if self._reason is None and prefill and response.HasField("reservation"):
             await self._send_reservation(prefill, response.reservation)
 
@@ -126,7 +126,7 @@ class Attempt:
         if self._request.answer.token_ids:  # a slow client has it before
             return
         with suppress(ClientGone):  # the next event finds that out, too
-            await self._told.send(progress_of(self._request, computed_tokens))
+            await self._listener.send(progress_of(self._request, computed_tokens))
 
     # Opening.
 
@@ -221,7 +221,7 @@ class Attempt:
             call = await self._send_prompt(prefill)
         await call.send_reservation(reservation)
 
-    def _end_without_word(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
+    def _end_if_complete(self, error: EffuseError) -> generation_pb2.GenerateStreamResponse | None:
         """The end of an answer whose worker is lost between the last token and its last event:
         nothing is left to resume. Returns the rest of the text; raises the error for other answers.
         """
@@ -249,7 +249,7 @@ class Attempt:
                 if self._placement.prefill is not None:
                     request.costs.connector = held.connector if self._writer else "pool"
                 if not request.index:
-                    self._told.note_reserved(self._placement)
+                    self._listener.note_reserved(self._placement)
             case "verified":
                 request.add_verified(event.verified, now)
                 self._share.end_prompt()
@@ -315,7 +315,7 @@ class Attempt:
         assert failure is not None
         if failure.outcome is FailureKind.HANDOFF:
             loop = asyncio.get_running_loop()
-            self._breaking_off = loop.call_later(LAST_WORD_S, self._cancel_decode)
+            self._breaking_off = loop.call_later(REPORT_S, self._cancel_decode)
         else:
             self._cancel_decode()
 

@@ -210,7 +210,7 @@ class PrefillCall:
         self.reader: asyncio.Task[None] | None = None
         self.is_pushed = False
         self.failure: EffuseError | None = None
-        self._is_unheard = False  # the reservation found the call over
+        self._is_unsent = False  # the reservation found the call over
         self._in_pool = False
         self._is_computed = asyncio.Event()  # or the call is over
         self._request = request
@@ -259,11 +259,11 @@ class PrefillCall:
     async def send_reservation(self, reservation: worker_pb2.Reservation) -> None:
         """Passes on where the pages go. Nothing follows, and the worker ends the call: to close our
         half of it would be one more message, and 0.1 ms, of every request."""
-        is_heard = False
+        is_sent = False
         with ignore_ended_call():
             await self.stream.write(worker_pb2.PrefillRequest(reservation=reservation))
-            is_heard = True
-        self._is_unheard = not is_heard
+            is_sent = True
+        self._is_unsent = not is_sent
 
     async def _follow_push(self, on_failure: Callable[[], None], on_progress: OnProgress) -> None:
         try:
@@ -274,7 +274,7 @@ class PrefillCall:
                 return
             # Where a message is written in the moment in which the worker ends the call, grpcio
             # puts an error of its own in the place of the worker's.
-            is_suspicious = self._is_unheard and self.stream.done()
+            is_suspicious = self._is_unsent and self.stream.done()
             if is_suspicious and await self.stream.code() is grpc.StatusCode.INTERNAL:
                 error = await self._ask_why()
             self.failure = error
@@ -284,13 +284,13 @@ class PrefillCall:
 
     async def _ask_why(self) -> EffuseError:
         """The error that the worker probably sent, inferred from its condition now."""
-        told = f"{self._peer} ended its call before the reservation arrived"
+        text = f"{self._peer} ended its call before the reservation arrived"
         condition = await self._ask(self.worker)
         if condition is None:
-            return PeerLost(f"{told}, and it does not answer")
+            return PeerLost(f"{text}, and it does not answer")
         if condition is Condition.STARTING:
-            return EngineLost(f"{told}, and its engine is lost")
-        return Unreserved(told)
+            return EngineLost(f"{text}, and its engine is lost")
+        return Unreserved(text)
 
     async def _read_all(self, on_progress: OnProgress) -> None:
         while True:

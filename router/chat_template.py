@@ -213,10 +213,10 @@ def _joined(pieces: Iterator[str], most_bytes: int) -> str:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Templates read a model's reasoning as `reasoning_content` or as `thinking`, and clients have
     three names for it; transformers offers both, in this order."""
-    told = [message[name] for name in _REASONING if name in message]
-    if not told:
+    reasoning = [message[name] for name in _REASONING if name in message]
+    if not reasoning:
         return message
-    return {"thinking": told[0]} | message | {"reasoning_content": told[0]}
+    return {"thinking": reasoning[0]} | message | {"reasoning_content": reasoning[0]}
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def progress_text(request: AnyRequest) -> str:
     if not request.attempts.count:
         return ""
     written, most = len(request.answer.token_ids), request.prompt.max_tokens
-    setbacks = request.attempts.setbacks.tell()
+    setbacks = request.attempts.setbacks.summary()
     return "; ".join(filter(None, (f"{written} of {most} tokens were written", setbacks)))
 
 

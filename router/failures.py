@@ -4,10 +4,10 @@ attempt.
 Some failures are no attempts at all: a worker was starting, draining or full. Others are losses. A
 request may have few of them in a row without a new block, and all requests together a share.
 
-A worker that is out stays out until it reports that it is ready (`hear`), or its incarnation ends.
-A handoff that failed counts against the pair; a worker is suspect once handoffs with two others
-failed. Pure, with the clock as an argument. Not here: the reaction to a failure (`answer.py`),
-asking workers (`calls.py`), engines that die of a request (`poison.py`)."""
+A worker that is out stays out until it reports that it is ready (`note_condition`), or its
+incarnation ends. A handoff that failed counts against the pair; a worker is suspect once handoffs
+with two others failed. Pure, with the clock as an argument. Not here: the reaction to a failure
+(`answer.py`), asking workers (`calls.py`), engines that die of a request (`poison.py`)."""
 
 import math
 from collections import Counter
@@ -109,7 +109,7 @@ PAUSE_S: Final = 0.1
 MOST_PAUSE_S: Final = 5.0
 """How long a request avoids a worker that failed it; doubled by each failure there."""
 
-TOLD_LOSSES: Final = 8
+NAMED_LOSSES: Final = 8
 """Losses that an error's text names; the last ones."""
 
 
@@ -133,13 +133,13 @@ class Setbacks:
     def add(self, failure: Failure, now: float) -> None:
         """Takes a failed attempt into account."""
         life = failure.worker.life
-        told = f"{failure.worker.worker_id}: {failure.error.message[:80]}"
+        text = f"{failure.worker.worker_id}: {failure.error.message[:80]}"
         if failure.outcome in REFUSALS:
             name = f"{failure.worker.worker_id} {failure.outcome.value}"
             self.refusals = {**self.refusals, name: self.refusals.get(name, 0) + 1}
         else:
             self.num_losses += 1
-            self._losses = (*self._losses[1 - TOLD_LOSSES :], told)
+            self._losses = (*self._losses[1 - NAMED_LOSSES :], text)
         if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
             self.losses_in_a_row += 1
             earlier, _ = self._failures.get(life, (0, 0.0))
@@ -159,17 +159,17 @@ class Setbacks:
         """Seconds until it no longer avoids one of them; None if it avoids none."""
         return min((at - now for _, at in self._failures.values() if at > now), default=None)
 
-    def tell(self) -> str:
+    def summary(self) -> str:
         """Losses and refusals, each in a few words; empty if there were none."""
         parts = []
         if self.num_losses:
             parts.append(f"{_count(self.num_losses, 'attempt')} lost ({'; '.join(self._losses)})")
         if self.refusals:
-            told = ", ".join(
+            listed = ", ".join(
                 name if times == 1 else f"{name} {times} times"
-                for name, times in Counter(self.refusals).most_common(TOLD_LOSSES)
+                for name, times in Counter(self.refusals).most_common(NAMED_LOSSES)
             )
-            parts.append(f"{_count(self.num_refusals, 'refusal')} ({told})")
+            parts.append(f"{_count(self.num_refusals, 'refusal')} ({listed})")
         return ", ".join(parts)
 
 
@@ -240,11 +240,11 @@ requests."""
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """An incarnation that is out. `is_heard`: its front has answered since."""
+    """An incarnation that is out. `has_answered`: its front has answered since."""
 
     record: WorkerRecord
     condition: Condition
-    is_heard: bool = False
+    has_answered: bool = False
 
 
 class Standing:
@@ -287,7 +287,7 @@ class Standing:
     def note_handoff(self, pair: Pair) -> None:
         self._pairs.pop(pair, None)
 
-    def hear(self, life: WorkerLife, condition: Condition | None) -> bool:
+    def note_condition(self, life: WorkerLife, condition: Condition | None) -> bool:
         """Takes the condition of a worker that is out, None if it does not answer.
         Returns whether it is back."""
         absence = self._absent.get(life)
@@ -296,8 +296,8 @@ class Standing:
         if condition is Condition.READY:
             del self._absent[life]
             return True
-        is_heard = condition is not None
-        self._absent[life] = Absence(absence.record, condition or absence.condition, is_heard)
+        has_answered = condition is not None
+        self._absent[life] = Absence(absence.record, condition or absence.condition, has_answered)
         return False
 
     def forget_gone(self, alive: Collection[WorkerRecord]) -> None:
@@ -307,7 +307,7 @@ class Standing:
         self._absent = {
             life: one
             for life, one in self._absent.items()
-            if life in lives or (one.is_heard and one.record.worker_id not in names)
+            if life in lives or (one.has_answered and one.record.worker_id not in names)
         }
         now = self._now()
         self._suspect_until = {k: t for k, t in self._suspect_until.items() if t > now}

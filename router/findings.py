@@ -227,8 +227,8 @@ def _check_chat(sent: pb.ChatInput, model: ModelInfo, findings: Findings) -> Cha
         findings.add(name, f"from 1 to {model.max_model_len} messages", num_messages)
         return None
     num_before = len(findings.violations)
-    said = sum(len(one.content.encode()) + len(one.json.encode()) for one in sent.messages)
-    _check_bytes(name, said, model, findings)
+    num_bytes = sum(len(one.content.encode()) + len(one.json.encode()) for one in sent.messages)
+    _check_bytes(name, num_bytes, model, findings)
     for field_name in ("template_arguments", "template_arguments_json"):
         num_bytes = _size_of(getattr(sent, field_name))
         _check_bytes(f"chat.{field_name}", num_bytes, model, findings)

@@ -281,9 +281,9 @@ class RoutedFleet:
     async def ask_absent(self) -> None:
         """Asks each worker that is out how it is. One that is ready takes part again."""
         absent = self.standing.absent
-        told = await asyncio.gather(*map(self.peers.condition_of, absent))
-        for record, condition in zip(absent, told, strict=True):
-            if self.standing.hear(record.life, condition):
+        conditions = await asyncio.gather(*map(self.peers.condition_of, absent))
+        for record, condition in zip(absent, conditions, strict=True):
+            if self.standing.note_condition(record.life, condition):
                 LOG.info("%s is ready again", record.worker_id)
                 self.announce_change()
 

@@ -395,5 +395,5 @@ class _Handler:
             "attempts": request.attempts.count,
         }
         if status != "OK":
-            figures["story"] = request.answer.tell_story()
+            figures["story"] = request.answer.history()
         LOG.info("a request ended", extra=logs.figures(figures))

@@ -120,10 +120,10 @@ def _response(
             response.parameters[name].int64_param = sum(counts)
     wanted = {output.name for output in asked.outputs} or tensors.keys()
     is_raw = bool(asked.raw_input_contents)
-    for name, told in tensors.items():
+    for name, values in tensors.items():
         if name not in wanted:
             continue
-        elements = [one.encode() for one in told]
+        elements = [one.encode() for one in values]
         tensor = response.outputs.add(name=name, datatype="BYTES", shape=[len(elements)])
         if is_raw:
             packed = (struct.pack("<I", len(element)) + element for element in elements)
@@ -273,7 +273,7 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             except (Bug, Cancelled):
                 raise
             except EffuseError as error:
-                await _tell_failure(context, request, error)
+                await _send_failure(context, request, error)
 
 
 def _check_model(name: str, model_version: str) -> None:
@@ -281,14 +281,14 @@ def _check_model(name: str, model_version: str) -> None:
     check_version(model_version)
 
 
-async def _tell_failure(
+async def _send_failure(
     context: Context, request: kserve.ModelInferRequest, error: EffuseError
 ) -> None:
-    told = kserve.ModelStreamInferResponse(
+    response = kserve.ModelStreamInferResponse(
         error_message=f"{error.code.name}: {error.message}",
         infer_response=kserve.ModelInferResponse(id=request.id),
     )
     try:
-        await AnswerStream(context).send(told)
+        await AnswerStream(context).send(response)
     except ClientGone as gone:
         raise Cancelled("the client cancelled") from gone

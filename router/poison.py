@@ -162,7 +162,7 @@ class Verdicts:
         """The request has been answered: whatever engines died of, it was something else."""
         self._cases.pop(digest, None)
 
-    def learn(self, refused: Mapping[str, float]) -> None:
+    def merge(self, refused: Mapping[str, float]) -> None:
         """Takes over what another router refuses, for so many seconds."""
         now = self._now()
         for digest, left_s in refused.items():
@@ -271,4 +271,4 @@ class PoisonGuard:
         except StoreUnavailable as error:
             LOG.debug("the list of refused requests is not shared: %s", error)
         else:
-            self.verdicts.learn(shared)
+            self.verdicts.merge(shared)

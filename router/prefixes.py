@@ -179,8 +179,8 @@ class SentPrefixes:
             return [(life, notes[life]) for life in one[1] if life in notes]
 
         for held, units in groupby(taken, holders):
-            told = tuple(PrefixHolder(*life, round(now - at, 3)) for life, (at, _) in held)
-            groups.append(PrefixGroup(b"".join([key for key, _ in units]), told))
+            workers = tuple(PrefixHolder(*life, round(now - at, 3)) for life, (at, _) in held)
+            groups.append(PrefixGroup(b"".join([key for key, _ in units]), workers))
         return PrefixNotes(tuple(groups))
 
     def give_back(self, notes: PrefixNotes) -> None:
@@ -196,7 +196,7 @@ class SentPrefixes:
         for group in but.groups:
             self._mark_shared(group)
 
-    def learn(self, notes: PrefixNotes, age_s: float) -> None:
+    def merge(self, notes: PrefixNotes, age_s: float) -> None:
         """Another router's notes, which it wrote so many seconds ago."""
         then = self._now() - age_s
         for group in notes.groups:
@@ -293,10 +293,10 @@ class SharedPrefixes:
                 self._may_write_at = self._now() + REBUILD_S
         self._last = news._replace(notes=())
         for value, age_s in news.notes:
-            self._learn(value, age_s)
+            self._merge(value, age_s)
         return news.has_more
 
-    def _learn(self, value: bytes, age_s: float) -> None:
+    def _merge(self, value: bytes, age_s: float) -> None:
         try:
             notes = decode(value, PrefixNotes, "prefix notes")
         except MalformedRecord as error:
@@ -304,4 +304,4 @@ class SharedPrefixes:
                 LOG.warning("ignored %s", fault)
             self._faults = {fault}
         else:
-            self._sent.learn(notes, age_s)
+            self._sent.merge(notes, age_s)

@@ -274,7 +274,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
         with _beside_requests("could not plan roles; trying again"):
             if router.steering.look(candidates, router.admission.waiting_by_model()):
                 router.metrics.plans.show(router.steering.models)
-        _tell_health(router, server, live)
+        _set_health(router, server, live)
         await router.fleet.forget_gone()
         used_s = time.thread_time() - began
         await asyncio.sleep(pause_s(FOLLOW_S, used_s))
@@ -336,7 +336,7 @@ async def _repeat(act: Callable[[], Awaitable[object]], pause_s: Callable[[], fl
         await asyncio.sleep(pause_s())
 
 
-def _tell_health(router: Router, server: RpcServer, live: LiveWorkers) -> None:
+def _set_health(router: Router, server: RpcServer, live: LiveWorkers) -> None:
     """Sets gRPC health, by service and by role, to whether the router can do its work now. Liveness
     is the empty name, and always serving."""
     prefill, decode = live

@@ -33,7 +33,7 @@ from effuse.router.validation import Asked
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import worker_pb2
 
-STORY_LENGTH: Final = 64
+HISTORY_LENGTH: Final = 64
 """Events that are kept of each answer. The first ones are dropped, because readers want the end.
 Of commits in a row only the first and the last are kept, because an answer may have hundreds."""
 
@@ -47,7 +47,7 @@ class BrokenStream(Exception):
 
 
 class Moment(NamedTuple):
-    """One line of a story."""
+    """One line of a history."""
 
     at_s: float  # on the router's clock
     event: Event
@@ -82,7 +82,7 @@ class AnswerState:
 
     text: AnswerText
     state: State = State.QUEUED
-    story: list[Moment] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     fingerprint: Fingerprint | None = None  # of the workers that wrote it
     frontier: Sequence[worker_pb2.BlockState] = ()
@@ -104,10 +104,10 @@ class AnswerState:
         if state is None:
             raise IllegalRequestEvent(self.state, event)
         self.state = state
-        if [one.event for one in self.story[-2:]] == [event, event]:  # only commits repeat
-            self.story.pop()
-        self.story.append(Moment(now, event, state, note))
-        del self.story[:-STORY_LENGTH]
+        if [one.event for one in self.moments[-2:]] == [event, event]:  # only commits repeat
+            self.moments.pop()
+        self.moments.append(Moment(now, event, state, note))
+        del self.moments[:-HISTORY_LENGTH]
         return state
 
     def accept_tokens(
@@ -141,14 +141,14 @@ class AnswerState:
             return None
         return worker_pb2.Resume(committed_token_ids=self.token_ids, frontier=self.frontier)
 
-    def tell_story(self) -> str:
-        """The story in one line, times relative to its first event."""
-        if not self.story:
+    def history(self) -> str:
+        """The history in one line, times relative to its first event."""
+        if not self.moments:
             return "nothing happened"
-        start = self.story[0].at_s
+        start = self.moments[0].at_s
         return ", ".join(
             f"{m.event.value}{f' ({m.note})' if m.note else ''} +{m.at_s - start:.3f}s"
-            for m in self.story
+            for m in self.moments
         )
 
 

@@ -130,8 +130,8 @@ class OtherRouters:
         return EXCHANGE_S if self._others else ALONE_S
 
     def workloads(self, model: str) -> list[Workload]:
-        told = (one.workloads.get(model) for one in self._others.values())
-        return [Workload(*one) for one in told if one is not None]
+        found = (one.workloads.get(model) for one in self._others.values())
+        return [Workload(*one) for one in found if one is not None]
 
     def driver_of(self, model: str) -> str:
         """The one router that changes the roles of a model's workers, of this one and of all others
@@ -148,13 +148,13 @@ class OtherRouters:
     async def exchange(self, own: RouterRecord) -> None:
         """Writes our record, and reads the others'; without Redis the latest ones stay."""
         try:
-            told = await self._store.announce_router(own, LEASE_S)
+            values = await self._store.announce_router(own, LEASE_S)
         except StoreUnavailable as error:
             LOG.debug("other routers cannot be seen: %s", error)
             self._is_current = False
             return
         others, faults = {}, set[str]()
-        for value in told:
+        for value in values:
             try:
                 record = decode(value, RouterRecord, "router record")
             except MalformedRecord as error:

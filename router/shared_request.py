@@ -91,7 +91,7 @@ class SharedRequest(Listener):
         # since then stays.
         self._is_claimed = False
         is_kept = request.asked_digest and sharing.keep_answers_s
-        self._said = WholeAnswer() if is_kept else None
+        self._whole = WholeAnswer() if is_kept else None
 
     async def claim(self) -> pb.GenerateResponse | None:
         """Claims the id, or returns the answer that is kept under it.
@@ -172,8 +172,8 @@ class SharedRequest(Listener):
 
     def send(self, event: pb.GenerateStreamResponse) -> Awaitable[None]:
         """Sends an event to the client, and keeps final parts for other routers."""
-        if self._said is not None:
-            self._said.take(event)
+        if self._whole is not None:
+            self._whole.take(event)
         return self._send(event)
 
     def end(self, last: pb.GenerateStreamResponse | None) -> None:
@@ -187,12 +187,12 @@ class SharedRequest(Listener):
             num_tokens=request.num_tokens,
         )
         self._record = None
-        if last is None or self._said is None:
+        if last is None or self._whole is None:
             self._write(record)
             return
-        self._said.take(last)
-        said = self._said.response(request.id)
-        self._write(record, said if said.ByteSize() <= MOST_BYTES else None)
+        self._whole.take(last)
+        response = self._whole.response(request.id)
+        self._write(record, response if response.ByteSize() <= MOST_BYTES else None)
 
     def _first_record(self) -> PlacementRecord:
         return PlacementRecord(

@@ -68,8 +68,8 @@ def line_of(token: str, tenant: Tenant) -> str:
     """The line by which a router knows a token. Raises ValueError for a tenant's name that is
     none."""
     limits = (("requests", tenant.max_requests), ("tokens_per_minute", tenant.tokens_per_minute))
-    told = [f" {name}={limit}" for name, limit in limits if limit is not None]
-    line = f"{tenant.name} {_digest(token).hex()}{''.join(told)}"
+    fields = [f" {name}={limit}" for name, limit in limits if limit is not None]
+    line = f"{tenant.name} {_digest(token).hex()}{''.join(fields)}"
     parse_keys(line)
     return line
 
@@ -79,9 +79,9 @@ def parse_keys(text: str) -> dict[bytes, Tenant]:
     found: dict[bytes, Tenant] = {}
     tenants: dict[str, Tenant] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if not (said := line.partition("#")[0].strip()):
+        if not (entry := line.partition("#")[0].strip()):
             continue
-        match = _LINE.fullmatch(said)
+        match = _LINE.fullmatch(entry)
         if match is None:
             raise ValueError(
                 f"line {number}: expected `tenant sha256 [requests=N] [tokens_per_minute=N]`"

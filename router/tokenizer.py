@@ -152,12 +152,12 @@ class Tokenizer:
 
     def _find_chat_end(self) -> frozenset[int]:
         """The special token that the chat template writes behind an answer, if there is one."""
-        mark, told = chr(PRIVATE[0]), ""
+        mark, text = chr(PRIVATE[0]), ""
         chat = Chat(Chat().user("").assistant(mark).messages, add_generation_prompt=False)
         if self._chat_template is not None:
             with contextlib.suppress(ChatTemplateError):  # it may ask for more than that
-                told = self._chat_template.render(chat, mark=mark, most_bytes=1 << 20)
-        behind = told.rpartition(mark)[2].lstrip() if mark in told else ""
+                text = self._chat_template.render(chat, mark=mark, most_bytes=1 << 20)
+        behind = text.rpartition(mark)[2].lstrip() if mark in text else ""
         first = next(self.special_tokens.cut(behind), "")
         return frozenset() if isinstance(first, str) else frozenset({first.id})
 
@@ -174,9 +174,9 @@ class Tokenizer:
         template = self._chat_template
         if template is None:
             raise ChatTemplateError("the model has no chat template")
-        told = [*(one.fields() for one in chat.messages), chat.template_arguments]
+        values = [*(one.fields() for one in chat.messages), chat.template_arguments]
         try:
-            disguise = self.special_tokens.disguise([template.source, *strings_of(told)])
+            disguise = self.special_tokens.disguise([template.source, *strings_of(values)])
         except ValueError as error:
             raise ChatTemplateError(str(error)) from error
         hide = (lambda value: value) if parses_special else disguise.hide

@@ -113,16 +113,16 @@ def complete_of(
     return engine.GenerateResponse(complete=complete)
 
 
-def _logprobs_of(said: pb.BlockCommit | pb.GenerateResponse) -> engine.OutputLogProbs | None:
+def _logprobs_of(message: pb.BlockCommit | pb.GenerateResponse) -> engine.OutputLogProbs | None:
     """Log-probabilities of its tokens; None if they were not asked for."""
-    if not said.logprobs:
+    if not message.logprobs:
         return None
     return engine.OutputLogProbs(
-        token_logprobs=[one.logprob for one in said.logprobs],
-        token_ids=said.token_ids,
+        token_logprobs=[one.logprob for one in message.logprobs],
+        token_ids=message.token_ids,
         top_logprobs=[
             engine.TopLogProbs(values=one.top_logprobs, token_ids=one.top_token_ids)
-            for one in said.logprobs
+            for one in message.logprobs
         ],
     )
 

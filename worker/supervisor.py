@@ -57,7 +57,7 @@ from effuse.worker.watchdog import (
 LOG = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 10.0
-_LAST_WORDS_S = 0.2  # for the connection of an ended engine to end
+_CLOSE_S = 0.2  # for the connection of an ended engine to end
 _HANDED_ON_S = 0.01  # for messages in the library, once the connection has ended
 _LONG_S = 1.0  # of compiling that is worth a line
 _STOP_GRACE_S = 5.0
@@ -138,7 +138,7 @@ class EngineClient:
         received = await self._socket.receive(timeout_s, [self._exited])
         if received is None and self._exited.done():
             # An engine's messages come before its connection ends.
-            received = await self._socket.receive(_LAST_WORDS_S, [self._socket.disconnected])
+            received = await self._socket.receive(_CLOSE_S, [self._socket.disconnected])
             if received is None:
                 received = await self._socket.receive(_HANDED_ON_S)
             if received is None:

@@ -159,7 +159,7 @@ async def send(
                 at, gap_s = now, max(gap_s, now - at)
                 tokens += event.commit.token_ids
                 if isinstance(request := router.requests._running.get(name), Request):
-                    story = request.answer.tell_story()
+                    story = request.answer.history()
         except grpc.aio.AioRpcError as error:
             outcome.failures.append(f"{error.code().name}: {error.details()}")
             continue

@@ -99,12 +99,12 @@ def test_a_worker_that_fails_a_request_again_is_left_alone_for_longer() -> None:
 
 def test_what_it_met_with_is_told_by_worker_losses_and_refusals_apart() -> None:
     setbacks = Setbacks()
-    assert setbacks.tell() == ""
+    assert setbacks.summary() == ""
     setbacks.add(failed(FailureKind.LOST, "d0"), 0.0)
     setbacks.add(failed(FailureKind.FAILED, "d1", "a step failed"), 0.0)
     setbacks.add(failed(FailureKind.UNREADY, "d2"), 0.0)
     setbacks.add(failed(FailureKind.UNREADY, "d2"), 0.0)
-    assert setbacks.tell() == (
+    assert setbacks.summary() == (
         "2 attempts lost (d0: it died; d1: a step failed), 2 refusals (d2 not ready 2 times)"
     )
 
@@ -114,7 +114,7 @@ def test_what_is_told_is_bounded() -> None:
     for number in range(50):
         setbacks.add(failed(FailureKind.LOST, f"d{number}", "why " * 100), 0.0)
         setbacks.add(failed(FailureKind.FULL, f"d{number}"), 0.0)
-    text = setbacks.tell()
+    text = setbacks.summary()
     assert text.startswith("50 attempts lost (")
     assert "d49" in text and "d41" not in text.split("refusals")[0]
     assert len(text) < 1000

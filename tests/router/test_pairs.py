@@ -46,7 +46,7 @@ def test_who_two_prefill_workers_cannot_reach_comes_last_and_they_keep_their_pla
 def test_a_decode_worker_that_dies_in_a_handoff_is_one_loss_and_not_prefills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attempt, "LAST_WORD_S", 60.0)  # however slow the machine is
+    monkeypatch.setattr(attempt, "REPORT_S", 60.0)  # however slow the machine is
 
     async def body(fleet: FakeFleet) -> None:
         dying, prefill = fleet.decode[0], fleet.prefill[0]

@@ -233,10 +233,10 @@ def test_other_routers_are_believed_and_prolong_nothing() -> None:
     verdicts = Verdicts(clock)
     refuse(verdicts, "ours")
     clock.now = 100.0
-    verdicts.learn({"ours": REFUSED_S, "theirs": 5.0, "absurd": 1e9})
+    verdicts.merge({"ours": REFUSED_S, "theirs": 5.0, "absurd": 1e9})
     assert verdicts.refused() == {"ours": REFUSED_S - 100, "theirs": 5.0, "absurd": REFUSED_S}
     clock.now = 105.0
-    verdicts.learn({"theirs": 2.0})
+    verdicts.merge({"theirs": 2.0})
     assert verdicts.refused_s("theirs") == 2.0
 
 

@@ -44,7 +44,7 @@ def test_every_pair_moves_by_the_table_or_is_refused(state: State, event: Event)
         with pytest.raises(IllegalRequestEvent, match=text):
             request.answer.apply_event(event, 0.0)
         assert request.answer.state is state
-        assert not request.answer.story
+        assert not request.answer.moments
 
 
 @pytest.mark.parametrize("state", State)
@@ -62,7 +62,7 @@ def test_a_lost_attempt_is_followed_by_another_with_a_higher_number() -> None:
     request.answer.apply_event(Event.LOST, 0.1, "p0 went away")
     assert request.begin_attempt("", "d0", 0.2) == 2
     assert (request.attempts.prefill_worker, request.attempts.decode_worker) == ("", "d0")
-    assert request.answer.tell_story() == (
+    assert request.answer.history() == (
         "placed (p0 -> d0) +0.000s, lost (p0 went away) +0.100s, placed (local -> d0) +0.200s"
     )
 
@@ -71,20 +71,20 @@ def test_the_story_is_bounded() -> None:
     request = request_of()
     for at in range(1000):
         request.answer.apply_event((Event.PLACED, Event.LOST)[at % 2], float(at))
-    assert len(request.answer.story) == 64
-    assert request.answer.story[-1].at_s == 999
+    assert len(request.answer.moments) == 64
+    assert request.answer.moments[-1].at_s == 999
 
 
 def test_a_story_keeps_the_first_and_the_last_of_commits_in_a_row() -> None:
     request = request_of(state=State.DECODING)
     for at in range(4):
         request.answer.apply_event(Event.COMMITTED, float(at), f"{4 * at}+4")
-    assert request.answer.tell_story() == "committed (0+4) +0.000s, committed (12+4) +3.000s"
+    assert request.answer.history() == "committed (0+4) +0.000s, committed (12+4) +3.000s"
     request = request_of(state=State.DECODING)
     request.answer.apply_event(Event.COMMITTED, 0.0, "0+4")
     request.answer.apply_event(Event.COMMITTED, 1.0, "4+4")
     request.answer.apply_event(Event.LOST, 2.0)
-    assert [one.note for one in request.answer.story] == ["0+4", "4+4", ""], "no two become one"
+    assert [one.note for one in request.answer.moments] == ["0+4", "4+4", ""], "no two become one"
 
 
 def delivered(*token_ids: int) -> Request:

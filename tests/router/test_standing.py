@@ -74,10 +74,10 @@ def test_time_brings_nobody_back_but_its_own_word_does() -> None:
     standing.note(lost(d0, errors.PeerLost("no route")))
     clock.now += 1000.0
     assert standing.condition(d0) is Condition.UNREACHABLE
-    assert not standing.hear(d0.life, None)
-    assert not standing.hear(d0.life, Condition.STARTING)
+    assert not standing.note_condition(d0.life, None)
+    assert not standing.note_condition(d0.life, Condition.STARTING)
     assert standing.condition(d0) is Condition.STARTING
-    assert standing.hear(d0.life, Condition.READY)
+    assert standing.note_condition(d0.life, Condition.READY)
     assert standing.condition(d0) is Condition.READY
 
 
@@ -86,10 +86,10 @@ def test_who_is_out_is_remembered_while_its_lease_or_its_front_lives() -> None:
     standing.note(lost(d0, errors.EngineLost("it died")))
     standing.forget_gone([d0])
     assert standing.absent == [d0]
-    standing.hear(d0.life, Condition.STARTING)
+    standing.note_condition(d0.life, Condition.STARTING)
     standing.forget_gone([])
     assert standing.absent == [d0], "its front answers: an engine is on the way"
-    standing.hear(d0.life, None)
+    standing.note_condition(d0.life, None)
     standing.forget_gone([])
     assert standing.absent == []
 
@@ -97,7 +97,7 @@ def test_who_is_out_is_remembered_while_its_lease_or_its_front_lives() -> None:
 def test_a_life_that_another_one_has_followed_is_forgotten() -> None:
     standing, d0 = Standing(Clock()), worker("d0")
     standing.note(lost(d0, errors.EngineLost("it died")))
-    standing.hear(d0.life, Condition.STARTING)
+    standing.note_condition(d0.life, Condition.STARTING)
     standing.forget_gone([worker("d0", "2")])
     assert standing.absent == []
 
@@ -188,7 +188,7 @@ def test_who_failed_comes_after_others_for_a_while(outcome: FailureKind) -> None
     clock = Clock()
     standing, d0 = Standing(clock), worker("d0")
     standing.note(Failure(outcome, errors.PeerLost("gone"), d0))
-    standing.hear(d0.life, Condition.READY)
+    standing.note_condition(d0.life, Condition.READY)
     assert standing.suspects() == {("d0", "1")}
     clock.now += 6.0
     assert not standing.suspects()

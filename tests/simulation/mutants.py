@@ -186,7 +186,7 @@ def answers_forgotten_until_redis_has_them() -> Patch:
 
 def answers_kept_without_their_last_tokens() -> Patch:
     async def send(self: SharedRequest, event: GenerateStreamResponse) -> None:
-        if self._said is not None and 0 not in self._said._responses:
+        if self._whole is not None and 0 not in self._whole._responses:
             await _send(self, event)
 
     return patch.object(SharedRequest, "send", send)

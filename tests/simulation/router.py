@@ -237,7 +237,7 @@ class Routed:
         self._attempt = Attempt(router, self, number, prefill, decode)
         self.shared.begin_attempt(placement, self._attempt.id.transfer_id)
         self._clock.note(
-            f"{self.request.id} attempt {number}: {self.request.answer.story[-1].note}"
+            f"{self.request.id} attempt {number}: {self.request.answer.moments[-1].note}"
         )
         self._attempt.start()
 

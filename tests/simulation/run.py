@@ -162,7 +162,7 @@ class Run:
         for router in self.clients.routers:
             for routed in router.requests:
                 if not routed.request.answer.is_ended:
-                    story = routed.request.answer.tell_story()
+                    story = routed.request.answer.history()
                     raise Violation(f"{routed.request.id} never ends: {story}")
         if keys := self.clients.running_keys():
             raise Violation(f"Redis still has {keys} as running")

@@ -248,7 +248,7 @@ class Dead:
 def test_all_that_it_said_is_heard_and_nothing_is_waited_for_then(
     words: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervising, "_LAST_WORDS_S", 3600.0)
+    monkeypatch.setattr(supervising, "_CLOSE_S", 3600.0)
     said = [
         AbortDone(attempt=AttemptId("r", at + 1, "t"), was_running=False) for at in range(words)
     ]
