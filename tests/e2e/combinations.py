@@ -125,8 +125,8 @@ def config_of(one: Combination, home: Path | None = None) -> FleetConfig:
     is_whole = one["work"] in (*CANVASES, "dream", "llada")  # prompts cannot be split
     if one["forwards"] == "of few tokens" and is_whole:
         raise ValueError("whole prompts need forwards of more tokens")
-    if one["work"] in CANVASES and one["prefill by"] == "remote":
-        raise ValueError("a canvas needs no prefill worker")
+    if one["prefill by"] == "remote" and (one["work"] in CANVASES or one["workers"] == "1D"):
+        raise ValueError("no prefill worker could compute a canvas, or there is none")
     chosen = [SETTINGS[name][choice] for name, choice in one.items()]
     tier = "tier" if home is None else str(home / "tier")
 

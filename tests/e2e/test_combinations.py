@@ -23,6 +23,7 @@ PLAIN = {name: next(iter(choices)) for name, choices in SETTINGS.items()}
         ({"decode stages": "2", "decode heads": "2", "decode context": "2"}, False),
         ({"workers": "1D", "prefill heads": "2"}, False),
         ({"work": "LLaDA's loops", "prefill by": "remote"}, False),
+        ({"workers": "1D", "prefill by": "remote"}, False),
     ],
 )
 def test_what_the_commands_refuse_is_in_no_combination(
