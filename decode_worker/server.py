@@ -173,15 +173,15 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
 
     async def _wait_for_writer(self, stream: _DecodeCall, writer: pb.WorkerRef) -> bool:
         """Returns once the writer cannot interfere; True if none of its writes is left."""
-        if not stream.num_exposed or stream.attempt.engine_gone:
+        if not stream.num_exposed or stream.attempt.engine_ended:
             return True
         with self._shell.quarantines.holding(writer, stream.num_exposed) as report:
 
             def goes_on() -> bool:
                 report()
-                return not stream.attempt.engine_gone
+                return not stream.attempt.engine_ended
 
-            return await peer.until_gone(
+            return await peer.until_ended(
                 writer,
                 stream.attempt.id,
                 "its decode ended",

@@ -149,8 +149,8 @@ class Peers:
 
     async def keep(self, addresses: Collection[str]) -> None:
         """Closes channels to other addresses, and those with old certificates once they may go."""
-        gone = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
-        for peer in gone:  # a call that needs one meanwhile gets another
+        closed = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
+        for peer in closed:  # a call that needs one meanwhile gets another
             await peer.channel.close(0)
         if (newest := self._access.look()) != self._certificates:
             self._certificates = newest

@@ -300,7 +300,7 @@ class Standing:
         self._absent[life] = Absence(absence.record, condition or absence.condition, has_answered)
         return False
 
-    def forget_gone(self, alive: Collection[WorkerRecord]) -> None:
+    def forget_ended(self, alive: Collection[WorkerRecord]) -> None:
         """Forgets ended incarnations, given all workers that hold a lease: those with a
         successor, and those without a lease whose front is silent."""
         lives, names = {r.life for r in alive}, {r.worker_id for r in alive}

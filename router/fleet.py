@@ -287,10 +287,10 @@ class RoutedFleet:
                 LOG.info("%s is ready again", record.worker_id)
                 self.announce_change()
 
-    async def forget_gone(self) -> None:
+    async def forget_ended(self) -> None:
         """Drops what is kept of workers that are neither alive, nor in use, nor may come back."""
         alive = self.view.workers()
-        self.standing.forget_gone(alive)
+        self.standing.forget_ended(alive)
         lives = {r.life for r in alive}
         addresses = {r.address for r in (*alive, *self.standing.absent)}
         for life, in_flight in list(self._in_flight.items()):

@@ -275,7 +275,7 @@ async def _follow_fleet(router: Router, server: RpcServer) -> None:
             if router.steering.look(candidates, router.admission.waiting_by_model()):
                 router.metrics.plans.show(router.steering.models)
         _set_health(router, server, live)
-        await router.fleet.forget_gone()
+        await router.fleet.forget_ended()
         used_s = time.thread_time() - began
         await asyncio.sleep(pause_s(FOLLOW_S, used_s))
 

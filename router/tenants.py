@@ -337,11 +337,11 @@ class FairQueue:
         self._forget(turn)
         return True
 
-    def _forget(self, gone: Turn) -> None:
+    def _forget(self, turn: Turn) -> None:
         """A turn has gone. A tenant without turns saves nothing."""
-        line = self._lines[gone.tenant]
-        self._size -= gone.num_answers
-        line.length -= gone.num_answers
+        line = self._lines[turn.tenant]
+        self._size -= turn.num_answers
+        line.length -= turn.num_answers
         if not line.waiting:
-            del self._lines[gone.tenant]
-            self._turns.remove(gone.tenant)
+            del self._lines[turn.tenant]
+            self._turns.remove(turn.tenant)

@@ -132,7 +132,7 @@ class OpenAttempt:
         self.kind = kind  # None is a rehearsal
         self.incarnation = incarnation  # of its engine
         self.ended = asyncio.Event()  # nothing of it is left here
-        self.engine_gone = False  # the engine died, and its memory is freed
+        self.engine_ended = False  # the engine died, and its memory is freed
         self._events: asyncio.Queue[CoreEvent | EffuseError] = asyncio.Queue()
         self._held: Failed | EffuseError | None = None  # arrived next, but is no event of progress
 
@@ -216,7 +216,7 @@ class Attempts:
     def lose_engine(self, error: EffuseError) -> None:
         """The engine's process is gone: ends every attempt, and nothing is left of them there."""
         for attempt in self.running.values():
-            attempt.engine_gone = True
+            attempt.engine_ended = True
             attempt.deliver(error)
 
     def leaving(self, duty: Duty) -> list[OpenAttempt]:

@@ -41,12 +41,12 @@ from effuse.worker.attempts import Attempts, Duty
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.gpus import check_device
 from effuse.worker.shell import Shell
-from effuse.worker.supervisor import EngineGone, GaveUp, Supervisor, new_incarnation
+from effuse.worker.supervisor import EngineEnded, GaveUp, Supervisor, new_incarnation
 
 LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)
 
-_FATAL = CheckpointError, EngineGone, GaveUp, node.NodeRefused, Superseded, TracesUnavailable
+_FATAL = CheckpointError, EngineEnded, GaveUp, node.NodeRefused, Superseded, TracesUnavailable
 _WORKER_SERVICE = "effuse.v1.WorkerService"
 _POLL_S = 1.0  # seconds between polls of the fleet
 _MOST_ABORT_S = 60.0  # callers try again
@@ -332,7 +332,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         return pb.AbortResponse(
             incarnation=attempt.incarnation,
             was_running=True,
-            drained=not attempt.engine_gone,
+            drained=not attempt.engine_ended,
             life_is_over=request.incarnation in ended,
         )
 

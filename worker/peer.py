@@ -40,7 +40,7 @@ class Patience:
     elsewhere_s: float = 10.0  # then a writer elsewhere is kept out without its report
 
 
-async def until_gone(
+async def until_ended(
     writer: pb.WorkerRef,
     attempt: AttemptId,
     reason: str,

@@ -311,7 +311,7 @@ class Shell:
         answers, so this ends in any case.
         """
         self.send(attempt, Abort(attempt=attempt.id))
-        while not attempt.engine_gone:
+        while not attempt.engine_ended:
             try:
                 async with asyncio.timeout(_ABORT_WARN_S):
                     event = await attempt.next_event()

@@ -66,7 +66,7 @@ _ENDINGS = {-signal.SIGKILL: "killed", **{code: how for how, code in BROKEN_STAT
 _RETRY_AFTER_S = 1.0  # about the time in which a small engine restarts
 
 
-class EngineGone(Exception):
+class EngineEnded(Exception):
     """The engine process is gone, or never became ready."""
 
     def __init__(self, message: str, *, permanent: bool = False, ending: str = "died") -> None:
@@ -132,7 +132,7 @@ class EngineClient:
     async def receive(self, timeout_s: float) -> Sequence[ToFront]:
         """Returns the engine's next message, or None if it is silent for `timeout_s`.
 
-        Raises `EngineGone` once the process has ended and all of its messages were returned, and
+        Raises `EngineEnded` once the process has ended and all of its messages were returned, and
         for an invalid message.
         """
         received = await self._socket.receive(timeout_s, [self._exited])
@@ -148,7 +148,7 @@ class EngineClient:
         try:
             return self._decoder.decode(received)
         except UNREADABLE as error:
-            raise EngineGone(f"the engine sent an invalid message: {error}") from error
+            raise EngineEnded(f"the engine sent an invalid message: {error}") from error
 
     async def stop(self, grace_s: float) -> None:
         """Asks the engine to end and returns when it has; kills it after `grace_s`."""
@@ -165,7 +165,7 @@ class EngineClient:
         self._socket.close()
         shutil.rmtree(self.home, ignore_errors=True)
         if not self._exited.done():
-            raise EngineGone(f"engine process {self.pid} survives SIGKILL", permanent=True)
+            raise EngineEnded(f"engine process {self.pid} survives SIGKILL", permanent=True)
 
 
 class AsyncSocket:
@@ -234,9 +234,9 @@ async def start(module: str, orders: Orders | RankOrders) -> asyncio.subprocess.
     return process
 
 
-def _exit(status: int) -> EngineGone:
+def _exit(status: int) -> EngineEnded:
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    return EngineGone(f"the engine {how}", ending=_ENDINGS.get(status, "died"))
+    return EngineEnded(f"the engine {how}", ending=_ENDINGS.get(status, "died"))
 
 
 class GaveUp(Exception):
@@ -297,7 +297,7 @@ class Supervisor:
             LOG.info("engine %s starts as process %d", client.incarnation, client.pid)
             try:
                 await self._follow(client)
-            except EngineGone as lost:
+            except EngineEnded as lost:
                 await self._lose(client, lost)
             except asyncio.CancelledError:
                 await client.stop(0.0 if self.life is None else _STOP_GRACE_S)
@@ -308,7 +308,7 @@ class Supervisor:
             self.restarts += 1
 
     async def _follow(self, client: EngineClient) -> None:
-        """Follows an engine from its start to its end, which raises `EngineGone`."""
+        """Follows an engine from its start to its end, which raises `EngineEnded`."""
         config = self._config
         limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
         patience_s = limits.serving_s / 10
@@ -326,7 +326,7 @@ class Supervisor:
             )
             if why := verdict(self._progress, now, limits, is_stopped=is_stopped):
                 ending = "stopped" if is_stopped else "hung"
-                raise EngineGone(f"the engine hangs: {why}", ending=ending)
+                raise EngineEnded(f"the engine hangs: {why}", ending=ending)
 
     def _take(self, client: EngineClient, message: ToFront, now: float) -> None:
         if isinstance(message, Heartbeat):
@@ -336,10 +336,10 @@ class Supervisor:
         elif self.life is None and isinstance(message, Ready):
             self._begin_life(client, message, now)
         elif self.life is None and isinstance(message, StartupFailed):
-            raise EngineGone(message.message, permanent=message.permanent)
+            raise EngineEnded(message.message, permanent=message.permanent)
         else:
             when = "before it was ready" if self.life is None else "while it ran"
-            raise EngineGone(f"the engine sent {type(message).__name__} {when}")
+            raise EngineEnded(f"the engine sent {type(message).__name__} {when}")
 
     def _take_beat(self, client: EngineClient, beat: Heartbeat, now: float) -> None:
         logs.count(beat.dropped_lines)
@@ -373,7 +373,7 @@ class Supervisor:
         LOG.info("engine %s is ready", client.incarnation)
         self._on_change()
 
-    async def _lose(self, client: EngineClient, lost: EngineGone) -> None:
+    async def _lose(self, client: EngineClient, lost: EngineEnded) -> None:
         """Removes an engine; its attempts get their errors only once its memory is freed."""
         LOG.error("engine %s is lost: %s", client.incarnation, lost)
         if self.life is None:

@@ -42,7 +42,7 @@ from effuse.worker.messages import (
     ToEngine,
     WriterGone,
 )
-from effuse.worker.supervisor import EngineClient, EngineGone, EngineSocket
+from effuse.worker.supervisor import EngineClient, EngineEnded, EngineSocket
 
 MOST_STEPS: Final = 40
 BLOCK: Final = 4
@@ -247,7 +247,7 @@ class FrontEnd:
         await self.other.send(said)
         try:
             told = await self.client.receive(10.0)
-        except EngineGone:
+        except EngineEnded:
             return "engine given up"
         return f"{len(told)} messages"
 

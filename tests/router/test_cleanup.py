@@ -167,7 +167,7 @@ def test_a_channel_that_is_being_closed_is_given_to_nobody(monkeypatch: pytest.M
             taken.update(fleet.peers.at(address).channel for address in addresses)
 
         monkeypatch.setattr(FleetChannel, "close", close)
-        await fleet.forget_gone()
+        await fleet.forget_ended()
 
     asyncio.run(main())
     assert len(closed) == 2 and not closed & taken

@@ -114,7 +114,7 @@ def test_a_front_that_answers_is_waited_for_although_its_lease_has_run_out() -> 
         worker.record = msgspec.structs.replace(worker.record, state="released")
         await fleet.announce()
         assert not fleet.router.fleet.view.workers()
-        await fleet.router.fleet.forget_gone()
+        await fleet.router.fleet.forget_ended()
         assert fleet.condition(worker) is Condition.STARTING
         worker.record = msgspec.structs.replace(worker.record, state="ready")
         await start_anew(fleet, worker, "2")

@@ -181,15 +181,15 @@ def test_calls_go_on_over_the_channels_that_they_have_however_often_certificates
         for _ in range(3):
             fleet.peers.at(worker("d0").address)
             access.version += 1
-            await fleet.forget_gone()
+            await fleet.forget_ended()
         assert (len(made), num_closed()) == (3, 0)
         now = 61.0
-        await fleet.forget_gone()
+        await fleet.forget_ended()
         assert num_closed() == 3, "no call can run over them any more"
         for _ in range(100):
             fleet.peers.at(worker("d0").address)
             access.version += 1
-            await fleet.forget_gone()
+            await fleet.forget_ended()
         assert len(made) - num_closed() < 10, "nor are there ever more of them"
         await fleet.peers.close()
         assert num_closed() == len(made)

@@ -151,7 +151,7 @@ def test_channels_of_workers_that_are_gone_are_closed() -> None:
         peer = fleet.router.fleet.peers.at(victim)
         fleet.decode[0].record = msgspec.structs.replace(fleet.decode[0].record, state="released")
         await fleet.announce()
-        await fleet.router.fleet.forget_gone()
+        await fleet.router.fleet.forget_ended()
         assert fleet.router.fleet.peers.at(victim) is not peer
 
     run(body)

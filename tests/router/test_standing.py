@@ -84,13 +84,13 @@ def test_time_brings_nobody_back_but_its_own_word_does() -> None:
 def test_who_is_out_is_remembered_while_its_lease_or_its_front_lives() -> None:
     standing, d0 = Standing(Clock()), worker("d0")
     standing.note(lost(d0, errors.EngineLost("it died")))
-    standing.forget_gone([d0])
+    standing.forget_ended([d0])
     assert standing.absent == [d0]
     standing.note_condition(d0.life, Condition.STARTING)
-    standing.forget_gone([])
+    standing.forget_ended([])
     assert standing.absent == [d0], "its front answers: an engine is on the way"
     standing.note_condition(d0.life, None)
-    standing.forget_gone([])
+    standing.forget_ended([])
     assert standing.absent == []
 
 
@@ -98,7 +98,7 @@ def test_a_life_that_another_one_has_followed_is_forgotten() -> None:
     standing, d0 = Standing(Clock()), worker("d0")
     standing.note(lost(d0, errors.EngineLost("it died")))
     standing.note_condition(d0.life, Condition.STARTING)
-    standing.forget_gone([worker("d0", "2")])
+    standing.forget_ended([worker("d0", "2")])
     assert standing.absent == []
 
 
@@ -152,7 +152,7 @@ def test_pairs_are_forgotten_with_either_life() -> None:
     standing = Standing(Clock())
     standing.note(unreached("p0", "d0"))
     standing.note(unreached("p0", "d1"))
-    standing.forget_gone([worker("p0"), worker("d0"), worker("d1", "2")])
+    standing.forget_ended([worker("p0"), worker("d0"), worker("d1", "2")])
     assert standing.doubtful_pairs() == {(("p0", "1"), ("d0", "1"))}
 
 
@@ -210,7 +210,7 @@ def test_a_refusal_names_the_role_that_counts_until_the_record_has_it() -> None:
     assert standing.with_role(record).role == "decode"
     clock.now += ROLE_S
     assert standing.with_role(record) is record
-    standing.forget_gone([record])
+    standing.forget_ended([record])
     assert not standing._roles
 
 

@@ -72,7 +72,7 @@ class Running:
     is_ending: bool = False
     is_let_go: bool = False  # by the engine
     is_closed: bool = False
-    engine_gone: bool = False
+    engine_ended: bool = False
     aborts: list[HasDrained] = field(default_factory=list)  # to be answered at its end
     unsent: list[CoreEvent | Lost] = field(default_factory=list)
 
@@ -150,7 +150,7 @@ class Front:
         self._clock.note(f"{engine.incarnation} is lost: {why}")
         engine.die()
         for running in list(self.attempts.values()):
-            running.engine_gone = True
+            running.engine_ended = True
             self._tell(running, Lost("the engine was lost"))
             self._leave(running)
         self._clock.after(self._clock.draw.uniform(0.1, 1.0), self._start_engine)
@@ -321,7 +321,7 @@ class Front:
         if not running.is_ending:
             running.is_ending = True
             self._send(running, Abort(attempt=running.attempt))
-        if running.engine_gone:
+        if running.engine_ended:
             self._let_go(running)
 
     def _let_go(self, running: Running) -> None:
@@ -332,7 +332,7 @@ class Front:
         writer = running.writer
         if writer is None or running.is_verified:
             self._close(running)
-        elif running.is_relayed and not running.engine_gone:
+        elif running.is_relayed and not running.engine_ended:
             give_up_at = self._clock.now + LOST_AFTER_S
             self._ask_writer(running, writer, give_up_at, FIRST_PAUSE_S)
         else:
@@ -381,4 +381,4 @@ class Front:
         self._buried.add(running.attempt.transfer_id)
         self.attempts.pop(running.attempt.transfer_id, None)
         for answer in running.aborts:
-            answer(not running.engine_gone, running.incarnation)
+            answer(not running.engine_ended, running.incarnation)

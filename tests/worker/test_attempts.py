@@ -84,7 +84,7 @@ def test_an_error_ends_the_wait_of_a_handler() -> None:
         attempts = Attempts()
         attempt = attempts.open(ONE, "life")
         attempts.lose_engine(Unavailable("gone"))
-        assert attempt.engine_gone
+        assert attempt.engine_ended
         with pytest.raises(Unavailable, match="gone"):
             await attempt.next_event()
 

@@ -100,7 +100,7 @@ def elsewhere(writer: pb.WorkerRef) -> pb.WorkerRef:
 
 async def within(writer: pb.WorkerRef) -> bool:
     async with asyncio.timeout(20):
-        return await peer.until_gone(writer, ONE, "test", patience=QUICK)
+        return await peer.until_ended(writer, ONE, "test", patience=QUICK)
 
 
 async def tries(
@@ -116,7 +116,7 @@ async def tries(
         return next(asked, None) is not None
 
     async with asyncio.timeout(20):
-        has_drained = await peer.until_gone(
+        has_drained = await peer.until_ended(
             writer, ONE, "test", patience=patience, now=lambda: next(clock), goes_on=goes_on
         )
     assert not has_drained
@@ -154,7 +154,7 @@ def test_the_word_of_who_has_not_shown_that_it_is_of_the_fleet_frees_nothing(
         worker = Worker()
         async with serving(worker, access.secret if is_of_the_fleet else None) as writer:
             asked = iter(range(2))
-            has_drained = await peer.until_gone(
+            has_drained = await peer.until_ended(
                 writer, ONE, "test", access=access, patience=QUICK,
                 goes_on=lambda: next(asked, None) is not None,
             )  # fmt: skip

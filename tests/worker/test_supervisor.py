@@ -40,7 +40,7 @@ from effuse.worker.messages import (
 )
 from effuse.worker.supervisor import (
     EngineClient,
-    EngineGone,
+    EngineEnded,
     EngineSocket,
     GaveUp,
     Supervisor,
@@ -132,7 +132,7 @@ def test_attempts_hear_of_a_lost_engine_once_its_memory_is_gone() -> None:
             async with asyncio.timeout(20):
                 await attempt.next_event()
         assert caught.value.labels == {"incarnation": incarnation, "ending": "killed"}
-        assert attempt.engine_gone
+        assert attempt.engine_ended
         assert not psutil.pid_exists(pid)
         # Messages for a dead life never reach the next one.
         one.send(Abort(attempt=attempt.id), incarnation)
@@ -228,7 +228,7 @@ def test_a_crash_is_told_with_its_status_after_its_last_words() -> None:
             await asyncio.sleep(0)
             assert await events(client)
             os.kill(client.pid, signal.SIGKILL)
-            with pytest.raises(EngineGone, match="killed by signal 9"):
+            with pytest.raises(EngineEnded, match="killed by signal 9"):
                 await events(client)
             client.send(ABORT)  # in vain, and no error
 
@@ -268,7 +268,7 @@ def test_all_that_it_said_is_heard_and_nothing_is_waited_for_then(
         speaking = asyncio.create_task(asyncio.to_thread(speak, socket.endpoint))
         heard: list[ToFront] = []
         async with asyncio.timeout(60):
-            with pytest.raises(EngineGone, match="killed by signal 9"):
+            with pytest.raises(EngineEnded, match="killed by signal 9"):
                 while True:
                     heard += await client.receive(60)
         await speaking
@@ -370,7 +370,7 @@ def test_who_says_what_is_no_message_is_given_up(said: bytes) -> None:
             await ready(client)
             client._socket._receiving = asyncio.get_running_loop().create_future()
             client._socket._receiving.set_result(said)
-            with pytest.raises(EngineGone, match="invalid message"):
+            with pytest.raises(EngineEnded, match="invalid message"):
                 await client.receive(20)
 
     asyncio.run(go())
