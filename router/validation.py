@@ -303,18 +303,16 @@ def _check_algorithm(
             if sampling.HasField(name):
                 form = f"no value with {algorithm}, which does not use it"
                 findings.add(f"sampling.{name}", form, "a value")
+    is_canvas = ALGORITHMS[algorithm].is_canvas
     if algorithm == "fast_dllm_v2" and model.architecture != "fast_dllm_v2":
-        form = f"{_by_blocks(model)} for a model that was not tuned for it"
-        findings.add("decoding.algorithm", form, algorithm)
-    if not ALGORITHMS[algorithm].is_canvas:
+        why = " for a model that was not tuned for it"
+    elif is_canvas and model.prompt_attention != "bidirectional":
+        why = " for a model whose prompt does not attend to all of itself"
+    elif is_canvas and not decode_prefills:
+        why = ", because only prefill workers prefill in this fleet (--prefill remote)"
+    else:
         return
-    others = _by_blocks(model)
-    if model.prompt_attention != "bidirectional":
-        form = f"{others} for a model whose prompt does not attend to all of itself"
-        findings.add("decoding.algorithm", form, algorithm)
-    elif not decode_prefills:
-        form = f"{others}, because only prefill workers prefill in this fleet (--prefill remote)"
-        findings.add("decoding.algorithm", form, algorithm)
+    findings.add("decoding.algorithm", f"{_by_blocks(model)}{why}", algorithm)
 
 
 def _by_blocks(model: ModelInfo) -> str:
