@@ -20,6 +20,7 @@ import xxhash
 import zmq
 from torch import Tensor
 
+from effuse.config.checks import UNREADABLE
 from effuse.kvtransfer.connector import Command as Transfer
 from effuse.kvtransfer.connector import ConnectorEvent
 from effuse.kvtransfer.messages import BoundaryState, Field, Shard
@@ -307,3 +308,15 @@ def _always(value: object) -> Callable[[], BoundaryState]:
 ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_special)
 COMMANDS: Final = msgspec.msgpack.Decoder(Command, dec_hook=_decode_special)
 ANSWERS: Final = msgspec.msgpack.Decoder(FromRank, dec_hook=_decode_special)
+
+
+def read_answer(frames: Sequence[bytes], size: int) -> tuple[int, FromRank]:
+    """A rank of a group of `size`, and its answer. Raises ValueError that names the rank for frames
+    that none sends."""
+    rank = int.from_bytes(frames[0][:1], "big")
+    try:
+        if len(frames) != 2 or not 1 <= rank < size:
+            raise ValueError(f"{len(frames)} frames; the group has ranks 1 to {size - 1}")
+        return rank, ANSWERS.decode(frames[1])
+    except (*UNREADABLE, ValueError, NotImplementedError) as error:
+        raise ValueError(f"rank {rank} sent an answer that no rank sends: {error}") from error

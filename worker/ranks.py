@@ -36,7 +36,6 @@ from effuse.worker.messages import RankOrders
 from effuse.worker.node_messages import RankGone
 from effuse.worker.nodes import Nodes, why_of
 from effuse.worker.rank_messages import (
-    ANSWERS,
     ENCODER,
     Advanced,
     Command,
@@ -55,6 +54,7 @@ from effuse.worker.rank_messages import (
     bound,
     commands_path,
     meeting_path,
+    read_answer,
     spawn,
 )
 from effuse.worker.watchdog import GroupBroken, Limits, Stopped, end_process
@@ -186,16 +186,14 @@ class Ranks:
 
     def confirm(self, count: int | None = None) -> None:
         """Returns once every rank has read all that was sent, as it was sent; or the first `count`
-        commands. Raises GroupBroken.
-        """
+        commands. Raises GroupBroken."""
         count = self._digests.count if count is None else count
         text = f"a rank has not read its commands for {_CONFIRM_S:g} s"
         self._await(lambda: self._num_taken() >= count, _CONFIRM_S, text)
 
     def await_rows(self, number: int, on_sign: Callable[[], None]) -> None:
         """Returns once the last stage's rows of a forward are on their way; calls `on_sign`
-        whenever another stage advances. Raises GroupBroken.
-        """
+        whenever another stage advances. Raises GroupBroken."""
 
         def are_sent() -> bool:
             return all(self._advanced.get(rank, 0) > number for rank in self._feeders)
@@ -207,8 +205,7 @@ class Ranks:
             on_sign()
 
     def _await(self, is_there: Callable[[], bool], timeout_s: float, text: str) -> None:
-        """Waits for what the watching thread changes. Raises GroupBroken, with `text` if it is
-        late."""
+        """Waits for the watching thread. Raises GroupBroken, with `text` if it is late."""
         with self._changed:
             in_time = self._changed.wait_for(lambda: bool(self._failure) or is_there(), timeout_s)
             self.check()
@@ -216,10 +213,7 @@ class Ranks:
             raise GroupBroken(text)
 
     def failed(self, error: Exception) -> None:
-        """Breaks the group, because the leader's part of a command has failed.
-
-        Raises GroupBroken.
-        """
+        """Breaks the group: the leader's part of a command has failed. Raises GroupBroken."""
         LOG.error("a forward of the group failed", exc_info=error)
         self._suspect(f"the leader's part of a forward failed: {error}")
         with self._changed:
@@ -231,8 +225,7 @@ class Ranks:
         return tuple(one.shard for one in self._others.values() if one.shard is not None)
 
     def computed(self, number: int) -> list[list[PartResult]]:
-        """Results of the ranks in this forward, by rank from 1 on, for replicas. Raises
-        GroupBroken."""
+        """Results of replicas in this forward, by rank from 1 on. Raises GroupBroken."""
 
         def are_there() -> bool:
             return sum(one.number == number for one in self._computed.values()) == self.size - 1
@@ -241,8 +234,7 @@ class Ranks:
         return [self._computed[rank].results for rank in self._others]
 
     def moved(self, number: int) -> list[bytes] | None:
-        """Digests of a `MovePages`, by rank from 1 on; None until every rank has sent them. Raises
-        GroupBroken."""
+        """Digests of a `MovePages`, by rank from 1; None until all came. Raises GroupBroken."""
         self.check()
         if len(self._moved.get(number, ())) < len(self._others):
             return None
@@ -300,6 +292,14 @@ class Ranks:
                 self._break(f"a signal has stopped rank {rank}", "stopped")
 
     def _watch(self, frozen_s: float) -> None:
+        """Returns once it is to end. If it ends in another way, so does the group."""
+        try:
+            self._look_at_all(frozen_s)
+        except Exception as error:
+            LOG.exception("nothing watches the ranks any more")
+            self._break(f"the watch of the ranks has failed: {error}", "died")
+
+    def _look_at_all(self, frozen_s: float) -> None:
         poller = zmq.Poller()
         answers = [self._answers, *([self._nodes.answers] if self._nodes else [])]
         for source in (*answers, self._stop, *(self._nodes.sources() if self._nodes else ())):
@@ -312,9 +312,9 @@ class Ranks:
             self._look_for_frozen(frozen_s)
             for socket in answers:
                 while socket.poll(0):
-                    sender, data = socket.recv_multipart()
+                    rank, answer = read_answer(socket.recv_multipart(), self.size)
                     with self._changed:
-                        self._take(sender[0], ANSWERS.decode(data))
+                        self._take(rank, answer)
                         self._changed.notify_all()
             for end in ends.keys() & ready.keys():
                 poller.unregister(end)
