@@ -86,7 +86,7 @@ class DirectClient:
         prompt: tuple[int, ...],
         reserved: asyncio.Future[worker_pb2.Reservation],
     ) -> None:
-        async def say() -> AsyncIterator[worker_pb2.PrefillRequest]:
+        async def send() -> AsyncIterator[worker_pb2.PrefillRequest]:
             yield worker_pb2.PrefillRequest(
                 start=worker_pb2.PrefillStart(
                     attempt=attempt,
@@ -96,7 +96,7 @@ class DirectClient:
             )
             yield worker_pb2.PrefillRequest(reservation=await reserved)
 
-        async for _ in self._prefill.Prefill(say(), timeout=DEADLINE_S):
+        async for _ in self._prefill.Prefill(send(), timeout=DEADLINE_S):
             pass
 
 

@@ -126,9 +126,9 @@ class Limits:
                 }
                 both = ("without", "with")
                 for name in both if turn % 2 else reversed(both):
-                    self._decode.tell(**steps)
+                    self._decode.send(**steps)
                     pushed = sender.ask(**pushes)["seconds"] if name == "with" else []
-                    step_s = self._decode.hear()["step_s"]
+                    step_s = self._decode.receive()["step_s"]
                     if turn >= 0:
                         turns[name].append(step_s)
                         handoffs += pushed
@@ -147,8 +147,8 @@ def limits_on(plan: Plan, gpus: Sequence[str]) -> Iterator[Limits]:
         child(ALONE, [*flags, "--max-num-seqs", "1"], gpus[:1]) as prefill,
         child(ALONE, [*flags, "--max-num-seqs", most], gpus[-1:]) as decode,
     ):
-        prefill.hear()
-        decode.hear()
+        prefill.receive()
+        decode.receive()
         yield Limits(plan, gpus, prefill, decode)
 
 

@@ -160,7 +160,7 @@ class Client:
             async for event in self._stub.GenerateStream(
                 pb.GenerateStreamRequest(request=request), timeout=TIMEOUT_S
             ):
-                _hear(taken, event)
+                _take(taken, event)
         except grpc.aio.AioRpcError as error:
             taken.failure = f"{error.code().name}: {error.details()}"
         else:
@@ -260,7 +260,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
         at += draw.expovariate(rate)
 
 
-def _hear(taken: Taken, event: pb.GenerateStreamResponse) -> None:
+def _take(taken: Taken, event: pb.GenerateStreamResponse) -> None:
     if event.HasField("commit"):
         taken.blocks.append(time.monotonic())
         taken.sizes.append(event.commit.num_tokens)

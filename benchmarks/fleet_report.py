@@ -52,8 +52,8 @@ def _handoffs(content: Content) -> str:
     if not content["handoffs"]:
         return ""
     copied = content["peer_copy_gigabytes_per_s"]
-    told = f"A copy from GPU to GPU: {copied:.0f} GB/s.\n\n" if copied else ""
-    return told + table([Result(**one) for one in content["handoffs"]])
+    text = f"A copy from GPU to GPU: {copied:.0f} GB/s.\n\n" if copied else ""
+    return text + table([Result(**one) for one in content["handoffs"]])
 
 
 def _alone(content: Content) -> str:
@@ -149,15 +149,15 @@ def _steps(content: Content) -> str:
             rows.append([load, *found, f"{statistics.median(each):.3f}", by_turn, phases])
     heads = ["a step of requests and prompt tokens", "ms, fleet", "ms, alone", "ratio", "by turn"]
     heads.append("phases, fleet/alone")
-    told = as_table(heads, rows)
+    text = as_table(heads, rows)
     found = content["limits"].get("arrivals")
     if found:
-        told += (
+        text += (
             f"\n\nA step beside 20 handoffs a second: {1e3 * found['with']:.3f} ms, without "
             f"{1e3 * found['without']:.3f} ms, ratio {found['with'] / found['without']:.3f}; "
             f"a handoff then takes {1e3 * found['handoff_p50_s']:.2f} ms."
         )
-    return told
+    return text
 
 
 def _arriving(content: Content) -> str:
@@ -186,8 +186,8 @@ def _best(content: Content) -> str:
         for name, best_of in (("met a second", most_met), (HIGHEST, highest_rate)):
             best = [best_of(content[kind], each) for kind in ("split", "colocated")]
             ratio = f"{best[0][0] / best[1][0]:.2f}" if best[1][0] else "co-located has none"
-            told = [f"{goodput:.1f} ({fleet} at {rate:g}/s)" for goodput, fleet, rate in best]
-            rows.append([f"{times} x {1e3 * each.gap_s / times:.1f} ms", name, *told, ratio])
+            cells = [f"{goodput:.1f} ({fleet} at {rate:g}/s)" for goodput, fleet, rate in best]
+            rows.append([f"{times} x {1e3 * each.gap_s / times:.1f} ms", name, *cells, ratio])
     return as_table(["gaps within", "goodput", "split", "co-located", "ratio"], rows)
 
 

@@ -176,7 +176,7 @@ def run(
     )
     with Fleet(settings) as fleet, Busy(gpus) as busy:
         outcome.ready_s = fleet.ready_s
-        _say(variant, f"ready in {fleet.ready_s:.0f} s")
+        _print(variant, f"ready in {fleet.ready_s:.0f} s")
         asyncio.run(_put_under(fleet, config, loads, outcome, busy, beside))
     return outcome
 
@@ -202,17 +202,17 @@ async def _put_under(
                 await asyncio.to_thread(beside.turn, shape, at_once, False)
             outcome.closed[str(shape), at_once] = window
             outcome.busy[f"{shape} {at_once}"] = busy.shares(window.begin, window.end)
-            _tell(outcome.variant, f"{shape} x {at_once}", window)
+            _print_window(outcome.variant, f"{shape} x {at_once}", window)
         for load in loads.steady:
             outcome.steady[str(load)] = await _steady(client, load, outcome.variant, beside)
         for number, (shape, rate) in enumerate(loads.arriving):
             window = await client.arriving(shape, rate, loads.seconds, seed=number)
             outcome.arriving[str(shape), rate] = window
             outcome.busy[f"{shape} {rate}/s"] = busy.shares(window.begin, window.end)
-            _tell(outcome.variant, f"{shape} at {rate:g}/s", window)
+            _print_window(outcome.variant, f"{shape} at {rate:g}/s", window)
         if loads.kills:
             outcome.killed = await _kill_under(fleet, client, loads.kills)
-            _tell(outcome.variant, f"{loads.kills.workers} killed", outcome.killed.window)
+            _print_window(outcome.variant, f"{loads.kills.workers} killed", outcome.killed.window)
 
 
 async def _steady(
@@ -226,7 +226,7 @@ async def _steady(
         if beside and turn % 2:
             await asyncio.to_thread(beside.steady, load, paces[-1].lags)
         paces.append(await client.steady(load))
-        _say(variant, f"{load}: {paces[-1]}")
+        _print(variant, f"{load}: {paces[-1]}")
         await asyncio.sleep(REST_S)
         if beside and not turn % 2:
             await asyncio.to_thread(beside.steady, load, paces[-1].lags)
@@ -267,9 +267,9 @@ def _well(requests: list[Taken]) -> list[Taken]:
     return requests
 
 
-def _tell(variant: Variant, load: str, window: Window) -> None:
+def _print_window(variant: Variant, load: str, window: Window) -> None:
     found = figures(_checked(window))
-    _say(
+    _print(
         variant,
         f"{load}: {found.tokens_per_s:.0f} tok/s, first {found.first_p50_s:.3f} "
         f"{found.first_p99_s:.3f}, gaps {found.gap_p50_s:.3f} {found.gap_p99_s:.3f}, "
@@ -283,7 +283,7 @@ def _checked(window: Window) -> Window:
     return window
 
 
-def _say(variant: Variant, line: str) -> None:
+def _print(variant: Variant, line: str) -> None:
     print(f"{variant.name}: {line}", flush=True)
 
 

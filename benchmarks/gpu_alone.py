@@ -20,7 +20,7 @@ import torch
 
 from effuse.benchmarks.fleet_load import TOKENS_A_FORWARD, Steady
 from effuse.benchmarks.gpu_engines import decode_engine, paged
-from effuse.benchmarks.gpu_handoff_end import End, say, serve
+from effuse.benchmarks.gpu_handoff_end import End, respond, serve
 from effuse.benchmarks.gpu_load import ClosedLoad, Served, requests
 from effuse.benchmarks.gpu_models import MODELS, random_model
 from effuse.benchmarks.gpu_serve import HandedOver
@@ -79,7 +79,7 @@ class Alone:
         self._forwards(parts, 2)
         once = self._forwards(parts, 2) / 2
         repeats = max(2, round(seconds / once))
-        say(seconds=self._forwards(parts, repeats) / repeats / prompts)
+        respond(seconds=self._forwards(parts, repeats) / repeats / prompts)
 
     def _forwards(self, parts: list[Part], repeats: int) -> float:
         begin = time.perf_counter()
@@ -109,7 +109,7 @@ class Alone:
         blocks = sum(len(one.blocks) for one in ended)
         if not goes_on:
             self._end_load()
-        say(
+        respond(
             tokens_per_s=tokens / taken,
             gap_p50_s=percentile(gaps, 0.5),
             gap_p99_s=percentile(gaps, 0.99),
@@ -132,13 +132,13 @@ class Alone:
             load.step()
             if load.served:
                 raise RuntimeError("a request ended before all had come that far")
-        say(**asdict(steady.pace([one.blocks for one in running], block_size)))
+        respond(**asdict(steady.pace([one.blocks for one in running], block_size)))
         load.end()
 
     def _rest(self) -> None:
         """Ends a continued load."""
         self._end_load()
-        say()
+        respond()
 
     def _end_load(self) -> None:
         if self._load is not None:
@@ -148,7 +148,7 @@ class Alone:
     def _listen(self) -> None:
         """Opens the spare pages to a sender."""
         self._end = End("receiver", "nixl", self._paged.memory)
-        say()
+        respond()
 
     def _reserve(self, handoffs: int, pages: int) -> None:
         """Reservations of spare pages, which handoffs with enough time between them take in
@@ -157,7 +157,7 @@ class Alone:
         assert self._end is not None
         first, slots = self._limits.num_pages, SPARE_PAGES // pages
         names = [f"arriving {next(self._names)}" for _ in range(handoffs)]
-        say(
+        respond(
             reservations=[
                 self._end.expect(
                     name, [first + (at % slots) * pages + page for page in range(pages)]
@@ -174,7 +174,7 @@ class Alone:
             self._load = self._begin(prompt, answer, at_once)
         begin, steps = self._run(self._load, seconds)
         arrived = self._arrived
-        say(step_s=(time.perf_counter() - begin) / max(1, steps), steps=steps, arrived=arrived)
+        respond(step_s=(time.perf_counter() - begin) / max(1, steps), steps=steps, arrived=arrived)
 
     def _closed(
         self,
@@ -259,7 +259,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(MODELS[asked.model], device, dtype)
     alone = Alone(model, asked.max_num_seqs, asked.max_model_len)
-    say(ready=True)
+    respond(ready=True)
     serve(alone)
 
 

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from effuse.benchmarks.raw_transfer import Move, hear, raw_rounds_s, scattered
+from effuse.benchmarks.raw_transfer import Move, raw_rounds_s, receive, scattered
 
 MODULE = "effuse.benchmarks.gpu_handoff"
 PAGE_TOKENS = 32
@@ -117,13 +117,13 @@ def _measure(kind: str, tokens: int, rounds: int, sender: Peer, receiver: Peer) 
     for number in range(WARM_UP + rounds):
         pages = {"source": scattered(count, 2 * number), "target": scattered(count, 2 * number + 1)}
         for parts, wrote in bare.items() if kind == "nixl" else ():
-            receiver.tell(do="answer")
+            receiver.send(do="answer")
             wrote.append(sender.ask(do="write", parts=parts, **pages))
-            receiver.hear()
+            receiver.receive()
         held = receiver.ask(do="reserve", name=f"{tokens} {number}", pages=pages["target"])
         pushed = sender.ask(do="push", pages=pages["source"], **held)
         ours.append(pushed["seconds"])
-        verified.append(receiver.hear()["verified_at"] - pushed["final_at"])
+        verified.append(receiver.receive()["verified_at"] - pushed["final_at"])
     if kind == "zmq":
         move = Move(PAGE_BYTES, scattered(count, 1), scattered(count, 2))
         ways = [median_of(times) for times in raw_rounds_s("zmq", move, WARM_UP + rounds).values()]
@@ -178,24 +178,24 @@ def table(results: Sequence[Result]) -> str:
 class Peer:
     """One of the two processes, with JSON lines as messages."""
 
-    def __init__(self, process: subprocess.Popen[str], said: IO[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], output: IO[str]) -> None:
         self._process = process
-        self._said = said
+        self._output = output
 
-    def tell(self, **command: object) -> None:
+    def send(self, **command: object) -> None:
         """Sends it a command."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Its next answer."""
-        return hear(self._said)
+        return receive(self._output)
 
     def ask(self, **command: object) -> dict[str, Any]:
         """Sends it a command, and returns the answer."""
-        self.tell(**command)
-        return self.hear()
+        self.send(**command)
+        return self.receive()
 
 
 def end(role: str, flags: Sequence[str], gpus: Sequence[str]) -> AbstractContextManager[Peer]:
@@ -226,7 +226,7 @@ def peer_copy(gpus: Sequence[str]) -> float:
     the copying process sees both.
     """
     with child(MODULE, ["--end", "copy"], gpus[:2]) as copier:
-        return float(copier.hear()["bytes_per_s"])
+        return float(copier.receive()["bytes_per_s"])
 
 
 if __name__ == "__main__":

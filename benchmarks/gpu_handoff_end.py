@@ -72,17 +72,17 @@ class End:
         return ZmqTransport(self._memory)
 
     def _hello(self) -> None:
-        say(**({} if self._bare is None else self._bare.hello()))
+        respond(**({} if self._bare is None else self._bare.hello()))
 
     def _meet(self, **peer: str) -> None:
-        say(**({} if self._bare is None else self._bare.meet(**peer)))
+        respond(**({} if self._bare is None else self._bare.meet(**peer)))
 
     def _reserve(self, name: str, pages: Sequence[int]) -> None:
-        say(reservation=self.expect(name, pages))
+        respond(reservation=self.expect(name, pages))
         arrived = self._await()
         verified_at = time.perf_counter()
         assert isinstance(arrived, Arrived), arrived
-        say(verified_at=verified_at)
+        respond(verified_at=verified_at)
 
     def expect(self, name: str, pages: Sequence[int]) -> str:
         """Opens these pages to the sender; its reservation, encoded."""
@@ -118,7 +118,7 @@ class End:
         ended.append(True)
         pushed = self._await()
         assert isinstance(pushed, Pushed), pushed
-        say(seconds=time.perf_counter() - begin, final_at=begin)
+        respond(seconds=time.perf_counter() - begin, final_at=begin)
 
     def _push_many(self, reservations: list[str], source: Sequence[int], every_s: float) -> None:
         """The same pages repeatedly, one push every `every_s`."""
@@ -131,7 +131,7 @@ class End:
             pushed = self._await()
             assert isinstance(pushed, Pushed), pushed
             seconds.append(pushed.seconds)
-        say(seconds=seconds)
+        respond(seconds=seconds)
 
     def _begin_push(
         self, reservation: str, pages: Sequence[int], is_final: Callable[[], bool] = lambda: True
@@ -149,11 +149,11 @@ class End:
 
     def _write(self, source: Sequence[int], target: Sequence[int], parts: int) -> None:
         assert self._bare is not None
-        say(**self._bare.write(source, target, parts))
+        respond(**self._bare.write(source, target, parts))
 
     def _answer(self) -> None:
         assert self._bare is not None
-        say(**self._bare.answer())
+        respond(**self._bare.answer())
 
     def _await(self) -> object:
         while not self._events:
@@ -263,7 +263,7 @@ def copy_between(num_bytes: int) -> None:
         torch.cuda.synchronize(0)
         torch.cuda.synchronize(1)
         taken.append(time.perf_counter() - begin)
-    say(bytes_per_s=num_bytes / min(taken))
+    respond(bytes_per_s=num_bytes / min(taken))
 
 
 def serve(peer: object) -> None:
@@ -273,6 +273,6 @@ def serve(peer: object) -> None:
         getattr(peer, f"_{command.pop('do')}")(**command)
 
 
-def say(**words: object) -> None:
+def respond(**words: object) -> None:
     """One JSON line."""
     print(json.dumps(words), flush=True)

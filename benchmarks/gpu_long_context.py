@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = ["--model", model, "--context-parallel", str(cut), *cases]
         results += run_wave(degrees, flags, deadline)
         write_record(asked.json, [asdict(each) for each in results], [])
-    told = lines(results)
-    print("\n".join([table(results), *told]))
-    is_whole = len(told) == sum(len(CASES[model]) for model, _ in AIMS)
-    return int(not is_whole or any("MISSED" in line for line in told))
+    found = lines(results)
+    print("\n".join([table(results), *found]))
+    is_whole = len(found) == sum(len(CASES[model]) for model, _ in AIMS)
+    return int(not is_whole or any("MISSED" in line for line in found))
 
 
 if __name__ == "__main__":

@@ -190,10 +190,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     degrees = asked.degree or [1, 4]
     results = run(degrees, argv, time.monotonic() + asked.seconds)
     write_record(asked.json, [asdict(each) for each in results], [])
-    told = lines(results)
-    print("\n".join(told))
+    found = lines(results)
+    print("\n".join(found))
     is_whole = len(results) == len(degrees) * len(asked.length)
-    return int(not is_whole or any("MISSED" in line for line in told))
+    return int(not is_whole or any("MISSED" in line for line in found))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ ANSWER, AT_ONCE = 64, 16
 APART = Shape(LENGTH, ANSWER)
 ALIKE = Shape(LENGTH, ANSWER, common=LENGTH - REST)
 SHORT = replace(ALIKE, answer=16)
-TURNS, SAID = 8, 256
+TURNS, SENT = 8, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def chats_plan(bench: Bench) -> Iterator[str]:
     """Bytes and first blocks of chats without and with a cache of the decode worker."""
     off, on = (_chats(bench, caches=caches) for caches in (False, True))
     same = sum(one == other for one, other in zip(off.answers, on.answers, strict=True))
-    yield f"| {AT_ONCE} chats of {TURNS} turns, {SAID} tokens each way | no cache | cache | share |"
+    yield f"| {AT_ONCE} chats of {TURNS} turns, {SENT} tokens each way | no cache | cache | share |"
     yield "|---|--:|--:|--:|"
     moved = [one.kv_bytes / 1e9 for one in (off, on)]
     yield f"| handed over, GB | {moved[0]:.3f} | {moved[1]:.3f} | {moved[1] / moved[0]:.3f} |"
@@ -135,7 +135,7 @@ def _chats(bench: Bench, *, caches: bool) -> Chats:
     variant = replace(split(LENGTH, 64, bench.connector), caches=caches)
     settings = fleet_config(
         variant,
-        2 * TURNS * SAID,
+        2 * TURNS * SENT,
         model=bench.model,
         config=bench.config,
         gpus=bench.gpus[:2],
@@ -147,12 +147,12 @@ def _chats(bench: Bench, *, caches: bool) -> Chats:
         effuse.Client(fleet.address, timeout_s=300) as client,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
-        _talk(bench, client, pool, Chats(), seed=0, turns=2)  # warms all up
-        _talk(bench, client, pool, found, seed=1, turns=TURNS)
+        _chat(bench, client, pool, Chats(), seed=0, turns=2)  # warms all up
+        _chat(bench, client, pool, found, seed=1, turns=TURNS)
     return found
 
 
-def _talk(
+def _chat(
     bench: Bench,
     client: effuse.Client,
     pool: ThreadPoolExecutor,
@@ -165,7 +165,7 @@ def _talk(
     draw, size = random.Random(seed), bench.config.block_size
     words = min(bench.config.mask_token_id, *bench.config.eos_token_ids)
     params = effuse.Params(
-        max_tokens=SAID,
+        max_tokens=SENT,
         ignore_eos=True,
         algorithm="block_diffusion",
         remasking="low_confidence_static",
@@ -174,7 +174,7 @@ def _talk(
     chats: list[list[int]] = [[] for _ in range(AT_ONCE)]
     for _ in range(turns):
         for chat in chats:
-            chat += draw.choices(range(words), k=SAID)
+            chat += draw.choices(range(words), k=SENT)
         for chat, answer in zip(
             chats, pool.map(lambda chat: client.generate(chat, params), chats), strict=True
         ):
@@ -182,7 +182,7 @@ def _talk(
             into.kv_bytes += answer.stats.kv_bytes
             into.answers.append(tuple(answer.token_ids))
             stats = answer.stats
-            block_s = (stats.total_s - stats.first_block_s) / max(1, SAID // size - 1)
+            block_s = (stats.total_s - stats.first_block_s) / max(1, SENT // size - 1)
             into.waits_s.append(stats.first_block_s - block_s)
 
 

@@ -146,7 +146,7 @@ class Bench:
         flags = ["--model", plan.model, "--max-num-seqs", str(plan.max_num_seqs)]
         flags += ["--max-model-len", str(plan.longest)]
         with child(ALONE, flags, [gpu] if gpu else []) as alone:
-            alone.hear()
+            alone.receive()
             prefill = alone.ask(do="prefill", prompts=1, length=shape.prompt, seconds=1.0)
             load = {"do": "decode", "prompt": shape.prompt, "answer": shape.answer}
             decode = [
@@ -213,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = [one for one in os.environ.get("EFFUSE_GPUS", "").split(",") if one]
     with tempfile.TemporaryDirectory() as made:
         bench = Bench(PLANS[asked.plan], gpus, asked.checkpoint or Path(made), asked.out)
-        tell = partial(print, flush=True)
+        show = partial(print, flush=True)
         try:
             bench.run(asked.workers or len(gpus) or 4)
         finally:
-            tell(report(bench.write()))
+            show(report(bench.write()))
     return 0
 
 

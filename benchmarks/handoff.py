@@ -28,8 +28,8 @@ from effuse.benchmarks.raw_transfer import (
     WAYS,
     Move,
     Rounds,
-    hear,
     raw_rounds_s,
+    receive,
     receiving,
     scattered,
 )
@@ -147,29 +147,29 @@ def _handoff_rounds_s(kind: str) -> Rounds:
     connector.start()
     times: Rounds = {order: [] for order in MOVES}
     try:
-        with receiving("effuse.benchmarks.handoff", kind) as (process, said):
+        with receiving("effuse.benchmarks.handoff", kind) as (process, output):
             for number in range(WARM_UP + ROUNDS):
                 for order in MOVES:
                     name = f"{number} {order}"
-                    times[order].append(_round_s(connector, process, said, name, order))
+                    times[order].append(_round_s(connector, process, output, name, order))
     finally:
         connector.close()
     return times
 
 
 def _round_s(
-    connector: Connector, process: subprocess.Popen[str], said: IO[str], name: str, order: str
+    connector: Connector, process: subprocess.Popen[str], output: IO[str], name: str, order: str
 ) -> float:
     assert process.stdin is not None
     process.stdin.write(json.dumps([name, order]) + "\n")
     process.stdin.flush()
-    reservation = decode_reservation(base64.b64decode(str(hear(said)["reservation"])))
+    reservation = decode_reservation(base64.b64decode(str(receive(output)["reservation"])))
     start = time.perf_counter()
     connector.send(PushPages(reservation, MOVES[order].source, 0))
     connector.send(FinishPush(reservation, lambda: BOUNDARY))
     _await_push(connector)
     took = time.perf_counter() - start
-    assert hear(said)["verified"] == NUM_BYTES
+    assert receive(output)["verified"] == NUM_BYTES
     return took
 
 

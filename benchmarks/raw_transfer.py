@@ -85,10 +85,10 @@ def raw_rounds_s(kind: str, move: Move, rounds: int) -> Rounds:
 def _nixl_rounds_s(move: Move, rounds: int) -> Rounds:
     buffer = _memory(move.num_bytes)
     agent = _nixl_agent("raw-sender", buffer)
-    with receiving(MODULE, "nixl", str(move.num_bytes)) as (process, said):
-        hello = hear(said)
+    with receiving(MODULE, "nixl", str(move.num_bytes)) as (process, output):
+        hello = receive(output)
         peer = _add_peer(agent, str(hello["metadata"]))
-        _tell(process, {"metadata": agent.get_agent_metadata().hex()})
+        _send(process, {"metadata": agent.get_agent_metadata().hex()})
         begin = _nixl_ways(agent, peer, (buffer.ctypes.data, int(hello["address"])), move)
         times: Rounds = {way: [] for way in begin}
         for number in range(rounds):
@@ -162,8 +162,8 @@ def _zmq_rounds_s(move: Move, rounds: int) -> Rounds:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    with receiving(MODULE, "zmq", str(move.num_bytes)) as (_, said):
-        socket.connect(str(hear(said)["endpoint"]))
+    with receiving(MODULE, "zmq", str(move.num_bytes)) as (_, output):
+        socket.connect(str(receive(output)["endpoint"]))
         times: Rounds = {way: [] for way in ZMQ_WAYS}
         for _number in range(rounds):
             for way, frames in zip(ZMQ_WAYS, _zmq_frames(move), strict=True):
@@ -247,15 +247,15 @@ def receiving(module: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[s
             process.stdin.close()
 
 
-def _tell(process: subprocess.Popen[str], message: dict[str, str]) -> None:
+def _send(process: subprocess.Popen[str], message: dict[str, str]) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(message) + "\n")
     process.stdin.flush()
 
 
-def hear(said: IO[str]) -> dict[str, str | int]:
+def receive(output: IO[str]) -> dict[str, str | int]:
     """The receiver's next JSON line; libraries may print in between."""
-    for line in said:
+    for line in output:
         if line.startswith("{"):
             message: dict[str, str | int] = json.loads(line)
             return message
@@ -323,5 +323,5 @@ def _receive_zmq(num_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    receive = {"nixl": _receive_nixl, "zmq": _receive_zmq}[sys.argv[1]]
-    receive(int(sys.argv[2]))
+    run = {"nixl": _receive_nixl, "zmq": _receive_zmq}[sys.argv[1]]
+    run(int(sys.argv[2]))

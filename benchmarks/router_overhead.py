@@ -151,8 +151,8 @@ class _RawHttp:
         """The JSON of a response."""
         head = f"POST {path} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
         self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        told = (await self._reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
-        (size,) = (line.split(b":")[1] for line in told if line.startswith(b"content-length:"))
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+        (size,) = (line.split(b":")[1] for line in lines if line.startswith(b"content-length:"))
         return json.loads(await self._reader.readexactly(int(size)))
 
     def close(self) -> None:

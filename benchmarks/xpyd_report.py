@@ -119,7 +119,7 @@ def _best(content: Content) -> str:
             }
             split = [one for one in content["fleets"] if one["prefill"]]
             names = [short_name(one) for one in split]
-            told = [
+            cells = [
                 f"{name}: {should:.1f}, {most:.1f}, {highest:.1f}"
                 for name, (should, most, highest) in found.items()
             ]
@@ -127,7 +127,7 @@ def _best(content: Content) -> str:
                 max([(0.0, "none"), *((found[name][at], name) for name in names)])[1]
                 for at in range(3)
             ]
-            rows.append([shape, f"{times}", "; ".join(told), *best])
+            rows.append([shape, f"{times}", "; ".join(cells), *best])
     heads = ["load", "gaps", "fleet: should bear, met a second, highest rate with 90 % met"]
     return as_table([*heads, "best by sum", "by met", "by rate"], rows)
 
