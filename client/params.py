@@ -278,7 +278,7 @@ def misfits(given: Mapping[str, object]) -> dict[str, str]:
         try:
             _check_setting(name, value)
         except SettingError as error:
-            found[error.name] = error.said
+            found[error.name] = error.description
         except (TypeError, ValueError) as error:
             found[name] = str(error)
     least, most = given.get("min_tokens"), given.get("max_tokens")

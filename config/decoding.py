@@ -104,12 +104,12 @@ ADAPTED: Final[Algorithm] = "d2f"
 
 
 class SettingError(ValueError):
-    """A bad value of the setting `name`; `said` has the accepted form and the value found."""
+    """A bad value of the setting `name`; `description` has the accepted form and the value."""
 
     def __init__(self, name: str, expected: str, found: object) -> None:
         self.name = name
-        self.said = f"expected {expected}, got {_cut(str(found))}"
-        super().__init__(f"{name}: {self.said}")
+        self.description = f"expected {expected}, got {_cut(str(found))}"
+        super().__init__(f"{name}: {self.description}")
 
 
 def _cut(text: str, most: int = 80) -> str:

@@ -321,17 +321,17 @@ def long_problem(seed: int) -> Problem:
 
 def diagnosis(cluster: Cluster) -> str:
     """Pods, events and the last log lines of a failed attempt."""
-    told = []
+    texts = []
     for words in (
         ("get", "pods", "--output=wide"),
         ("get", "events", "--sort-by=.lastTimestamp"),
         ("logs", "--selector", "app.kubernetes.io/part-of=effuse", "--tail=30", "--prefix"),
     ):
         try:
-            told.append(cluster.run(*words, timeout_s=30))
+            texts.append(cluster.run(*words, timeout_s=30))
         except AttemptError as error:
-            told.append(str(error))
-    return "\n".join(told)
+            texts.append(str(error))
+    return "\n".join(texts)
 
 
 if __name__ == "__main__":

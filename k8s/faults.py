@@ -159,7 +159,7 @@ def meet(
             if line.wrong:
                 print(f"a wrong answer: {line.wrong}", flush=True)
             if len(done) >= every * (len(struck) + 1) and all(one.done() for one in struck):
-                struck.append(hand.submit(told, faults[len(struck) % len(faults)], cluster))
+                struck.append(hand.submit(strike, faults[len(struck) % len(faults)], cluster))
     for one in struck:
         one.result()
     if not struck:
@@ -167,7 +167,7 @@ def meet(
     return done
 
 
-def told(fault: Fault, cluster: Cluster) -> str:
+def strike(fault: Fault, cluster: Cluster) -> str:
     proof = fault.strike(cluster)
     print(proof, flush=True)
     return proof

@@ -250,12 +250,12 @@ class Cancelled(EffuseError):
 
 
 class Bug(EffuseError):
-    """An invariant of effuse does not hold. The caller sees only `Bug.told(id)`."""
+    """An invariant of effuse does not hold. The caller sees only `Bug.logged(id)`."""
 
     reason = "INTERNAL"
 
     @classmethod
-    def told(cls, correlation_id: str, *, retryable: bool = False) -> Bug:
+    def logged(cls, correlation_id: str, *, retryable: bool = False) -> Bug:
         """The message to the caller after an unexpected exception: the id of the log's entry."""
         return cls(
             f"internal error; find it in the server's log under id {correlation_id}",

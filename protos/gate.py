@@ -207,7 +207,7 @@ async def _abort(context: _Context, error: Exception, method: str) -> None:
     sent = error if isinstance(error, EffuseError) else Bug("")
     if isinstance(sent, Bug):
         LOG.error("%s failed, correlation id %s", method, request_id, exc_info=error)
-        sent = Bug.told(request_id, retryable=sent.retryable)
+        sent = Bug.logged(request_id, retryable=sent.retryable)
     status = to_status(sent)
     details = (DETAILS_KEY, status.SerializeToString())
     with contextlib.suppress(grpc.aio.InternalError):  # the call has ended already

@@ -237,7 +237,7 @@ def _check_chat(sent: pb.ChatInput, model: ModelInfo, findings: Findings) -> Cha
     try:
         chat = Chat.from_input(sent)
     except SettingError as error:
-        findings.violations.append(FieldViolation(f"chat.{error.name}", error.said))
+        findings.violations.append(FieldViolation(f"chat.{error.name}", error.description))
         return None
     _check_messages(chat, findings)
     for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.keys()):

@@ -103,7 +103,7 @@ class Rendering:
         prompt: int,
         index: int,
         text: str,
-        said: pb.BlockCommit | None = None,
+        commit: pb.BlockCommit | None = None,
         reason: str | None = None,
     ) -> Json:
         at = prompt * self.wanted.num_answers + index
@@ -114,13 +114,13 @@ class Rendering:
         else:
             choice["text"] = text
         offset = self._offsets.get(at, 0)
-        told = choice["logprobs"] = None if said is None else self._logprobs(said, offset)
+        logprobs = choice["logprobs"] = None if commit is None else self._logprobs(commit, offset)
         choice["finish_reason"] = reason
         self._begun.add(at)
-        if told is None:
+        if logprobs is None:
             self._offsets[at] = offset + len(text)
-        elif told.get("tokens"):  # their text may follow, if it may begin a stop string
-            self._offsets[at] = told["text_offset"][-1] + len(told["tokens"][-1])
+        elif logprobs.get("tokens"):  # their text may follow, if it may begin a stop string
+            self._offsets[at] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
         chunk = {**self._head(".chunk"), "choices": [choice]}
         if self.wanted.adds_usage_always:
             chunk["usage"] = self._usage()
@@ -142,10 +142,10 @@ class Rendering:
             "prompt_tokens_details": {"cached_tokens": self._totals["cached"]},
         }
 
-    def _logprobs(self, said: pb.BlockCommit | pb.GenerateResponse, offset: int) -> Json | None:
+    def _logprobs(self, message: pb.BlockCommit | pb.GenerateResponse, offset: int) -> Json | None:
         if self.wanted.num_logprobs is None:
             return None
-        pairs = list(zip(said.token_ids, said.logprobs, strict=False))
+        pairs = list(zip(message.token_ids, message.logprobs, strict=False))
         if self.wanted.endpoint == "chat":
             return {"content": [self._token(*pair) for pair in pairs], "refusal": None}
         tokens = [self.text_of(token) for token, _ in pairs]

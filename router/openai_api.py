@@ -148,7 +148,7 @@ class _Border:
             if not isinstance(error, EffuseError) or isinstance(error, Bug):
                 correlation_id = secrets.token_hex(8)
                 LOG.error("%s failed, correlation id %s", self.path, correlation_id, exc_info=error)
-                error = Bug.told(correlation_id)
+                error = Bug.logged(correlation_id)
             status = int(status_of(error))
             await _send_error(call, error)
         self.router.metrics.http.labels(self.path, str(status)).inc()
@@ -222,12 +222,12 @@ class OpenAiApi:
             raise InvalidRequest.of("prompt", "expected one string, got another type")
         with wanted.in_its_words():
             token_ids, model = await self._serving.tokenize(asked)
-        told = {
+        fields = {
             "tokens": token_ids,
             "count": len(token_ids),
             "max_model_len": model.max_model_len,
         }
-        await call.respond(_json(told))
+        await call.respond(_json(fields))
 
     async def _models(self, call: HttpCall) -> None:
         models = sorted(self._catalogue.live().values(), key=lambda model: model.name)

@@ -113,8 +113,8 @@ class Wanted:
         try:
             yield
         except InvalidRequest as error:
-            told, names = error.violations, self.names
-            named = [replace(one, field=_path_of(one.field, names)) for one in told]
+            found, names = error.violations, self.names
+            named = [replace(one, field=_path_of(one.field, names)) for one in found]
             raise InvalidRequest(named, labels=error.labels) from error
 
 
@@ -153,7 +153,7 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
             for prompt in prompts
         )  # fmt: skip
     except SettingError as error:
-        raise InvalidRequest.of(_path_of(error.name, names), error.said) from error
+        raise InvalidRequest.of(_path_of(error.name, names), error.description) from error
     except (TypeError, ValueError) as error:
         raise InvalidRequest.of(names.get("prompt", "prompt"), shown(str(error), 400)) from error
     return Wanted(
@@ -228,7 +228,7 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
     try:
         chat = Chat.of(given.get("messages", ()))
     except SettingError as error:
-        findings.violations.append(FieldViolation(error.name, error.said))
+        findings.violations.append(FieldViolation(error.name, error.description))
         return []
     return [
         Chat(

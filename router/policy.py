@@ -116,8 +116,8 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> Hashable:
         sets = map(frozenset, (self.excluded, self.broken, self.doubtful, self.alone))
-        told = self.model, self.mode, self.fingerprint, self.holder, self.beside, self.num_answers
-        return (*told, self.whole_rows, *sets)
+        facts = self.model, self.mode, self.fingerprint, self.holder, self.beside, self.num_answers
+        return (*facts, self.whole_rows, *sets)
 
 
 class Placement(Struct, frozen=True):

@@ -98,8 +98,8 @@ class Catalogue:
         if not models:
             raise Unavailable(f"no worker serves {name!r} now", retry_after_s=1.0)
         there = ", ".join(sorted(models))
-        told = f"model {shown(name)} does not exist; this fleet serves {there}"
-        raise NotFound(told, labels={"field": field})
+        message = f"model {shown(name)} does not exist; this fleet serves {there}"
+        raise NotFound(message, labels={"field": field})
 
 
 def fair_share(seats: int, contenders: int, rank: int) -> int:

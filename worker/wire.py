@@ -196,7 +196,7 @@ def _naming(parent: str) -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        raise InvalidRequest.of(f"{parent}{error.name}", error.said) from error
+        raise InvalidRequest.of(f"{parent}{error.name}", error.description) from error
 
 
 def _check_id(field: str, value: str) -> None:

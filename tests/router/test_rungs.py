@@ -222,7 +222,7 @@ def test_losses_between_blocks_are_not_counted_together() -> None:
     [
         errors.InvalidRequest.of("stopping.max_tokens", "needs 900 pages, the pool has 256"),
         errors.Overloaded("needs 900 pages, the pool has 256", retryable=False),
-        errors.Bug.told("abc"),
+        errors.Bug.logged("abc"),
     ],
     ids=["caller", "never fits", "bug"],
 )
