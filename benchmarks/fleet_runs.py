@@ -354,7 +354,7 @@ class Busy:
             self._process.wait(10.0)
 
     def shares(self, begin: float, end: float) -> list[float]:
-        """Of each GPU in turn, between two points of the monotonic clock; empty where unknown."""
+        """Of each GPU in turn, between two points of the monotonic clock; empty if unknown."""
         found = [
             [share for at, gpu, share in self._samples if gpu == name and begin <= at < end]
             for name in self._gpus

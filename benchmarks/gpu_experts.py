@@ -53,7 +53,7 @@ class TiledProduct:
     name: Product
     rows: int
     reached: int  # experts
-    taken: float  # by the tile that the step takes where experts have few picks
+    taken: float  # by the tile that the step takes if experts have few picks
     tiles: dict[str, float]  # by `tile_name`
     grouped: float  # torch's
     read: float  # of the weights of the reached experts

@@ -89,7 +89,7 @@ def measure(*, batch_invariant: bool = False) -> tuple[Figure, list[str]]:
         against=f"the model's forward of {REST} tokens over those pages",
     )
     note = (
-        f"prefix cache: {whole:.2f} ms where nothing is known, {rest:.2f} ms where the beginning "
+        f"prefix cache: {whole:.2f} ms if nothing is known, {rest:.2f} ms if the beginning "
         f"is ({whole / rest:.1f} times as fast), {bare:.2f} ms for the rest's forward alone"
     )
     return figure, [note]

@@ -129,7 +129,7 @@ class HeldSlots:
     for one in the queue, before those of the same tenant of a larger place; the caller bounds how
     long. The answers wait for workers' seats by themselves.
 
-    Raises `Overloaded` before anything is held: at once; as it waits, where the queue is full and
+    Raises `Overloaded` before anything is held: at once; as it waits, if the queue is full and
     another tenant has less in it; at its turn, if its deadline cannot be met any more."""
 
     def __init__(self, admission: Admission, need: SlotNeed) -> None:

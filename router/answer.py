@@ -110,7 +110,7 @@ class AnswerRun:
     # Before an attempt.
 
     async def _choose_workers(self) -> Placement:
-        """Waits as long as a worker may yet take the request; raises `Unavailable` and, where
+        """Waits as long as a worker may yet take the request; raises `Unavailable` and, if
         engines turn out to die of it, `Poisonous`."""
         request, router = self._request, self._router
         fleet = router.fleet
@@ -162,8 +162,8 @@ class AnswerRun:
         return since + ALONE_S - router.now()
 
     def _need(self) -> AttemptNeeds:
-        """An answer that has begun goes on only where the same weights follow the same rules. A
-        prompt in a pool needs only a decode worker."""
+        """An answer that has begun goes on only on a worker with the same weights and rules. A prompt
+        in a pool needs only a decode worker."""
         request, fleet = self._request, self._router.fleet
         needs_decode = request.asked.settings.is_canvas or request.attempts.in_pool
         alone, attempts = self._kinds_alone(), request.attempts
@@ -326,7 +326,7 @@ class SideBySide(Listener):
         return await self._run(one)
 
     async def _run(self, one: Request) -> pb.GenerateStreamResponse | None:
-        """The last event of all, where this answer is the last one to end."""
+        """The last event of all, if this answer is the last one to end."""
         ended = await AnswerRun(self._router, one, self).run()
         self._on_end(one)
         self._num_left -= 1

@@ -309,7 +309,7 @@ class Attempt:
     # Ending.
 
     def _break_off(self) -> None:
-        """Prefill has failed: nothing will come of decode's call but, where the pages did not get
+        """Prefill has failed: nothing will come of decode's call but, if the pages did not get
         through, why."""
         failure = self._prefill_failure()
         assert failure is not None

@@ -180,7 +180,7 @@ async def read_message(call: DecodeCall | PrefillStream, peer: str) -> Any:
 
 @contextmanager
 def ignore_ended_call() -> Iterator[None]:
-    """For a write: where the call is over it is left out, and the call's reader learns why."""
+    """For a write: if the call is over it is left out, and the call's reader learns why."""
     try:
         yield
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -272,7 +272,7 @@ class PrefillCall:
             if self.is_pushed or self._request.answer.state is State.DECODING:
                 LOG.info("after the pages arrived, %s failed: %s", self._peer, error.message)
                 return
-            # Where a message is written in the moment in which the worker ends the call, grpcio
+            # If a message is written in the moment in which the worker ends the call, grpcio
             # puts an error of its own in the place of the worker's.
             is_suspicious = self._is_unsent and self.stream.done()
             if is_suspicious and await self.stream.code() is grpc.StatusCode.INTERNAL:

@@ -94,7 +94,7 @@ class ChatTemplate:
         in `source`; `hide` changes what JSON holds before the template gets it.
 
         A template that fails at parts of text, leaves them out or prints the list gets one text.
-        Raises ChatTemplateError where the template refuses the chat, and where the prompt is longer
+        Raises ChatTemplateError if the template refuses the chat, and if the prompt is longer
         than `most_bytes` of UTF-8 or takes too long.
         """
         arguments: Mapping[str, Any] = hide(chat.template_arguments)

@@ -278,7 +278,7 @@ class Standing:
             self._suspect_until[life] = now + SUSPICION_S
 
     def note_try(self, pair: Pair) -> None:
-        """A handoff of the pair begins. Where the last one failed, others wait for how it ends: a
+        """A handoff of the pair begins. If the last one failed, others wait for how it ends: a
         worker that nothing reaches is idle, and all would go there."""
         failures, until = self._pairs.get(pair, (0, math.inf))
         if until + DOUBT_S <= self._now():
@@ -356,7 +356,7 @@ class Standing:
         return {pair for pair, (_, until) in self._pairs.items() if until + DOUBT_S > now}
 
     def next_change_s(self) -> float | None:
-        """Seconds until a pair may hand over again or a worker is no longer full; None where
+        """Seconds until a pair may hand over again or a worker is no longer full; None if
         nothing is to be waited for."""
         now = self._now()
         moments = [*self._full_until.values(), *(until for _, until in self._pairs.values())]

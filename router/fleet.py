@@ -194,7 +194,7 @@ class RoutedFleet:
         return len(set(self._kept.values()))
 
     def keep_workers(self, holder: Holder, need: AttemptNeeds) -> None:
-        """Has workers take nothing but this request from now on, where others can do without. One
+        """Has workers take nothing but this request from now on, if others can do without. One
         at a time of those that ask the same."""
         if has_own(self.candidates(), need):
             return

@@ -152,7 +152,7 @@ class RouterMetrics(ProcessMetrics):
             self.tokens_per_forward.labels(model).observe(stats.tokens_per_forward)
 
     def count_failure(self, failure: Failure) -> None:
-        """An attempt that failed, where another one may follow. Workers are replaced under other
+        """An attempt that failed, if another one may follow. Workers are replaced under other
         names for as long as this router lives, so beyond `MOST_SERIES` the one that was counted
         longest ago goes."""
         if failure.outcome is FailureKind.FINAL:

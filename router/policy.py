@@ -184,7 +184,7 @@ def has_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
 
 
 def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[WorkerRecord]:
-    """Workers to keep for a request that runs alone, the least loaded; none where others would lack
+    """Workers to keep for a request that runs alone, the least loaded; none if others would lack
     them. Under `auto` a decode worker is enough, which then prefills for itself."""
     shared = replace(need, alone=())
     ways = [shared, replace(shared, mode="local")] if need.mode == "auto" else [shared]
@@ -369,7 +369,7 @@ def _prefers_itself(decode: Candidate, prefill: Candidate, need: AttemptNeeds) -
 def _decode_score(
     candidate: Candidate, fitting: Fitting, need: AttemptNeeds
 ) -> tuple[bool, bool, bool, float, int, int, str]:
-    """A trusted way to it where prefill workers fit, seats for all answers, free pages net of what
+    """A trusted way to it if prefill workers fit, seats for all answers, free pages net of what
     is on the way there and of those with the prompt already, then blocks left to denoise."""
     record, in_flight = candidate.record, candidate.in_flight
     load, capacity, tokens = record.load, record.capacity, in_flight.tokens

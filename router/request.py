@@ -186,7 +186,7 @@ class Costs:
     handoff_s: float = 0.0
     kv_bytes: int = 0
     kv_pages: int = 0
-    known: KnownPrefix = NOTHING_KNOWN  # of the prompt, where the running attempt computes it
+    known: KnownPrefix = NOTHING_KNOWN  # of the prompt, on the worker that computes it now
     cached_tokens: int = 0  # tokens of the prompt that a worker had in its cache
     connector: str = ""
     earlier_forwards: int = 0  # of attempts that are over

@@ -283,7 +283,7 @@ class KnownRequests:
         return [one for one in requests if isinstance(one, Request)]
 
     def check_id(self, request_id: str) -> None:
-        """Raises `AlreadyRunning` where a request has this id."""
+        """Raises `AlreadyRunning` if a request has this id."""
         if request_id in self._running:
             raise AlreadyRunning(
                 f"a request with id {request_id!r} is already running; choose another id",

@@ -96,10 +96,10 @@ def parse_keys(text: str) -> dict[bytes, Tenant]:
 
 
 class KeyRing:
-    """The keys in one file; lets in who shows a token of one. Implements `gate.Doorkeeper`."""
+    """The keys in one file; accepts calls that show a token of one. Implements `gate.Doorkeeper`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where the file cannot be used."""
+        """Raises OSError if the file cannot be used."""
 
         def stamp() -> tuple[tuple[int, int, int], ...]:
             state = path.stat()

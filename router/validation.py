@@ -101,7 +101,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sent=kept, chat=None, refused_ids={})
 
     def seeded(self, fresh: int) -> Asked:
-        """The same with the seed `fresh`, a uint64, where the client set none."""
+        """The same with the seed `fresh`, a uint64, if the client set none."""
         if self.sent.sampling.HasField("seed"):
             return self
         sampling = msgspec.structs.replace(self.sampling, seed=fresh)
@@ -182,7 +182,7 @@ def _check_objectives(
 
 
 def fit(prompt_len: int, asked: Asked) -> int:
-    """Returns how many tokens to generate; raises `InvalidRequest` with the numbers where prompt
+    """Returns how many tokens to generate; raises `InvalidRequest` with the numbers if prompt
     and answer exceed the model's context."""
     model, stopping, most = asked.model, asked.sent.stopping, asked.most_tokens
     has_own = stopping.HasField("max_tokens")
@@ -347,7 +347,7 @@ def _given(params: Message) -> dict[str, Any]:
 
 async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
     """The ids of the prompt. Raises `InvalidRequest` for one that the model's chat template does
-    not take, and for reserved tokens where special tokens are parsed; `Unavailable` where
+    not take, and for reserved tokens if special tokens are parsed; `Unavailable` if
     tokenizer and model do not fit."""
     sent, parses_special = asked.sent, asked.sent.parse_special_tokens
     if parses_special:
