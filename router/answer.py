@@ -162,8 +162,8 @@ class AnswerRun:
         return since + ALONE_S - router.now()
 
     def _need(self) -> AttemptNeeds:
-        """An answer that has begun goes on only on a worker with the same weights and rules. A prompt
-        in a pool needs only a decode worker."""
+        """An answer that has begun goes on only on a worker with the same weights and rules. A
+        prompt in a pool needs only a decode worker."""
         request, fleet = self._request, self._router.fleet
         needs_decode = request.asked.settings.is_canvas or request.attempts.in_pool
         alone, attempts = self._kinds_alone(), request.attempts

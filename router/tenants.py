@@ -96,7 +96,7 @@ def parse_keys(text: str) -> dict[bytes, Tenant]:
 
 
 class KeyRing:
-    """The keys in one file; accepts calls that show a token of one. Implements `gate.Doorkeeper`."""
+    """The keys in one file; accepts calls with a token of one. Implements `gate.Doorkeeper`."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the file cannot be used."""
