@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -204,6 +205,9 @@ def test_an_older_kubernetes_is_refused() -> None:
         ({"router": {"extraArgs": ["--port=1"]}}, "/router/extraArgs/0"),
         ({"workers": {"extraArgs": ["--drain-s", "900"]}}, "/workers/extraArgs/0"),
         ({"decode": {"extraArgs": ["max-num-seqs=1"]}}, "/decode/extraArgs/0"),
+        ({"workers": {"extraArgs": ["--connector=zmq"]}}, "/workers/extraArgs/0"),
+        ({"decode": {"extraArgs": ["--max-window=2", "--device=cpu"]}}, "/decode/extraArgs/1"),
+        ({"router": {"extraArgs": ["--keys", "/mine"]}}, "/router/extraArgs/0"),
         ({"decode": {"podAnnotations": {"a": True}}}, "/decode/podAnnotations/a"),
         ({"router": {"podLabels": {NAME: "mine"}}}, f"/router/podLabels/{NAME.replace('/', '~1')}"),
         ({"decode": {"resources": {"limit": {}}}}, "'limit'"),
@@ -216,6 +220,16 @@ def test_a_bad_value_is_refused_by_name(values: Values, named: str) -> None:
     done = helm("template", "effuse", str(CHART), values=values)
     assert done.returncode
     assert named in done.stderr
+
+
+def test_more_flags_have_none_that_a_template_sets() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    refused = re.compile(schema["definitions"]["own-flag"]["pattern"])
+    template = (CHART / "templates" / "_containers.tpl").read_text()
+    flags = set(re.findall(r'- (?:\{\{ printf ")?(--[a-z-]+)=', template))
+    assert {"--connector", "--device", "--keys", "--served-model-name"} < flags
+    assert {one for one in flags if not refused.match(one)} == set()
+    assert refused.match("--device=cpu") and not refused.match("--device-memory=1")
 
 
 def test_a_release_whose_services_would_have_no_valid_names_is_refused() -> None:
