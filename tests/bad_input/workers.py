@@ -83,10 +83,10 @@ def _decode_changes(at: Facts) -> Iterator[tuple[str, DecodeChange, str]]:
     yield "attempt 0", lambda r: r.attempt.ClearField("attempt"), "attempt.attempt"
     yield "no prompt", lambda r: r.ClearField("prompt_token_ids"), "prompt_token_ids"
     yield "id beyond the vocabulary", _set(prompt_token_ids=[at.vocab_size]), ""
-    yield "long prompt", _set(prompt_token_ids=[5] * at.max_model_len), ""
+    yield "long prompt", _set(prompt_token_ids=[5] * at.max_model_len), "prompt"
     yield "max_tokens 0", lambda r: r.ClearField("max_tokens"), "max_tokens"
     yield "max_tokens of 32 bits", _set(max_tokens=2**32 - 1), "max_tokens"
-    yield "max_tokens beyond the context", _set(max_tokens=at.max_model_len), ""
+    yield "max_tokens beyond the context", _set(max_tokens=at.max_model_len), "prompt"
     yield "min_tokens above max_tokens", _set(min_tokens=4), "min_tokens"
     yield "stop id beyond the vocabulary", _set(stop_token_ids=[2**32 - 1]), ""
     yield "too many stop ids", _set(stop_token_ids=range(40)), "stopping.stop_token_ids"
@@ -105,12 +105,13 @@ def _decode_changes(at: Facts) -> Iterator[tuple[str, DecodeChange, str]]:
     yield "window 0", lambda r: r.settings.ClearField("window"), "settings.window"
     yield "window beyond the slots", _settings(window=60), "decoding.window"
     yield "steps 0", lambda r: r.settings.ClearField("denoising_steps"), "settings.denoising_steps"
-    yield "steps beyond a block", _settings(denoising_steps=at.block_size + 1), ""
+    long_steps = _settings(denoising_steps=at.block_size + 1)
+    yield "steps beyond a block", long_steps, "decoding.denoising_steps"
     yield "entropy", _settings(entropy_bound=-1.0), "settings.entropy_bound"
     yield "editing", _settings(editing_threshold=2.0), "settings.editing_threshold"
     yield "post steps", _settings(max_post_steps=2000), "settings.max_post_steps"
     yield "factor", _settings(factor=math.inf), "settings.factor"
-    yield "an algorithm of other models", _settings(algorithm="llada"), ""
+    yield "an algorithm of other models", _settings(algorithm="llada"), "decoding.algorithm"
     yield "writer without a port", _remote(address="127.0.0.1"), "remote.address"
     yield "writer at port 70000", _remote(address="127.0.0.1:70000"), "remote.address"
     yield "writer nowhere", _remote(address=""), "remote.address"
@@ -215,9 +216,9 @@ def _prefills(at: Facts, life: str) -> Iterator[tuple[str, Case]]:
     replaced = {"code": grpc.StatusCode.FAILED_PRECONDITION, "reason": "REPLACED"}
     yield "prefill: another life", case("", [start("p3", incarnation="x")], "", **replaced)
     foreign = start("p4", prompt_token_ids=[at.vocab_size])
-    yield "prefill: foreign id", case("", [foreign, _reservation("p4")], "")
+    yield "prefill: foreign id", case("", [foreign, _reservation("p4")], "prompt")
     long = start("p5", prompt_token_ids=[5] * (at.max_model_len + 1))
-    yield "prefill: long prompt", case("", [long, _reservation("p5")], "")
+    yield "prefill: long prompt", case("", [long, _reservation("p5")], "prompt")
     yield "prefill: no reservation", case("", [start("p6")], "reservation")
     yield "prefill: started twice", case("", [start("p7"), start("p7")], "reservation")
     reservations: dict[str, tuple[dict[str, Any], str]] = {
