@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import NoneType, UnionType
+from types import GenericAlias, NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -133,14 +133,29 @@ def _fault(name: str, kind: Any, value: object) -> tuple[str, Any, object]:
     for one in _kinds(kind):
         origin, inner = get_origin(one), get_args(one)
         if isinstance(value, list) and origin in (list, Sequence):
-            for at, part in enumerate(value):
-                if not _fits(part, inner[0]):
-                    return _fault(f"{name}[{at}]", inner[0], part)
+            if (at := _misfit(value, inner[0])) is not None:
+                return _fault(f"{name}[{at}]", inner[0], value[at])
         elif isinstance(value, dict) and origin is dict:
-            for key, part in value.items():
-                if _fits(key, str) and not _fits(part, inner[1]):
-                    return _fault(f"{name}[{shown(key)}]", inner[1], part)
+            keys = list(value)
+            if (
+                _misfit(keys, str) is None
+                and (at := _misfit([*value.values()], inner[1])) is not None
+            ):
+                return _fault(f"{name}[{shown(keys[at])}]", inner[1], value[keys[at]])
     return name, kind, value
+
+
+def _misfit(parts: Sequence[object], kind: Any) -> int | None:
+    """The first part that is not of this kind; None if all are. A body may have a million parts,
+    and msgspec looks at each twice."""
+    kind = GenericAlias(list, kind)
+    if _fits(parts, kind):
+        return None
+    low, high = 0, len(parts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(parts[low:middle], kind) else (low, middle)
+    return low
 
 
 def _form_of(kind: Any, number: int = 0) -> str:

@@ -71,6 +71,19 @@ def test_a_misfit_is_told_once_and_cut(endpoint: Endpoint, body: dict[str, Any],
     assert told in text and text.count("expected") == 1 and len(text) < 300
 
 
+@pytest.mark.parametrize("at", range(9))
+def test_the_first_of_several_misfits_is_named(at: int) -> None:
+    for count in range(at + 1, 10):
+        parts: list[object] = ["x"] * at + [1] * (count - at)
+        with pytest.raises(
+            InvalidRequest, match=rf"stop\[{at}\]: expected a string, got an integer"
+        ):
+            request_of(TEXT | {"stop": parts}, "completion")
+        biases = {f"{key}": 1 if part == "x" else "x" for key, part in enumerate(parts)}
+        with pytest.raises(InvalidRequest, match=rf"logit_bias\['{at}'\]: expected a number"):
+            request_of(TEXT | {"logit_bias": biases}, "completion")
+
+
 ODD: tuple[object, ...] = (
     *(True, 0, -1, 1.5, 1e308, 2**63, 10**30, "", "x", HALF, "\x00", "a" * 20_000, [], {}),
     *(
