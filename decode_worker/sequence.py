@@ -289,6 +289,12 @@ class Sequence:
     def _restore_block(self, snapshot: messages.BlockState) -> None:
         if self.in_flight_end >= self.last_block_end:
             raise RequestError("the frontier has more blocks than the answer has left")
+        num_bytes = (self.block_size + 7) // 8
+        if len(snapshot.token_ids) != self.block_size or len(snapshot.masks) != num_bytes:
+            raise RequestError(
+                f"expected a frontier block with {self.block_size} ids and {num_bytes} bytes of "
+                f"masks, got {len(snapshot.token_ids)} and {len(snapshot.masks)}"
+            )
         if not 0 <= snapshot.denoise_count < _MOST_DENOISE_COUNT:
             raise RequestError(
                 f"denoise_count must be in 0..{_MOST_DENOISE_COUNT - 1}, "

@@ -165,6 +165,17 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
                 "a",
                 PROMPT,
                 resume=Resume(
+                    committed_token_ids=(), frontier=(BlockState((9, 9), b"\x03", True, 1),)
+                ),
+            ),
+            "4 ids and 1 bytes",
+            id="short-block",
+        ),
+        pytest.param(
+            make_request(
+                "a",
+                PROMPT,
+                resume=Resume(
                     committed_token_ids=(), frontier=(BlockState((9,) * 4, b"\0", True, 1),)
                 ),
             ),
