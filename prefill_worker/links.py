@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from effuse.placement.records import MOST_LINKS, Link, WorkerRecord
 
-LOG = logging.getLogger(__name__)
-
 FIRST_S = 1.0  # until the next attempt after one that failed or found the link too slow
 MOST_S = 60.0
 COLD_FIRST_S = 0.2  # the same for a link that is not warm, for which prompts wait
@@ -214,19 +212,20 @@ def is_idle(worker: WorkerRecord) -> bool:
     return not (worker.load.running or worker.load.waiting)
 
 
-def log_link(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> None:
-    """Logs the state of a link; as a warning if it is refused or unexpectedly slow."""
+def line_of(own: str, link: Link, min_gbps: float, *, is_fallback: bool) -> tuple[int, str]:
+    """The line for the log about a link, and its level: a warning if the link is refused or
+    unexpectedly slow."""
     found = f"handoff {own} to {link.peer}: {link.transport}, {link.gigabytes_per_second:.4g} GB/s"
     if not link.bytes_per_second:
-        LOG.warning("%s: REFUSED, because both ends must have the same --connector", found)
+        why = ": REFUSED, because both ends must have the same --connector"
     elif link.gigabytes_per_second < min_gbps:
-        LOG.warning("%s: REFUSED, because --min-handoff-gbps is %.10g", found, min_gbps)
+        why = f": REFUSED, because --min-handoff-gbps is {min_gbps:.10g}"
     elif is_fallback:
-        LOG.warning(
-            "%s: SLOW, because pages of GPUs go over TCP or through the host's memory. Check "
+        why = (
+            ": SLOW, because pages of GPUs go over TCP or through the host's memory. Check "
             "UCX_TLS; --min-handoff-gbps refuses such a link, and --connector zmq accepts it "
-            "without this warning",
-            found,
+            "without this warning"
         )
     else:
-        LOG.info("%s", found)
+        return logging.INFO, found
+    return logging.WARNING, found + why

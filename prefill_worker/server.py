@@ -23,7 +23,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from effuse.placement.records import FEW_PAGES, WorkerRecord
-from effuse.prefill_worker.links import Links, LinkState, is_idle, log_link
+from effuse.prefill_worker.links import Links, LinkState, is_idle, line_of
 from effuse.protos.channels import calling, decode_stub, filled
 from effuse.protos.errors import (
     Bug,
@@ -276,7 +276,7 @@ class Rehearsals:
         else:
             link.refused(f"{own.connector} here, {peer.connector} there", self._now())
         if (news := link.news(self._now())) is not None:
-            log_link(own.worker_id, news, own.min_handoff_gbps, is_fallback=is_fallback)
+            LOG.log(*line_of(own.worker_id, news, own.min_handoff_gbps, is_fallback=is_fallback))
 
     async def _warm_up(
         self,

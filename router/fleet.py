@@ -125,15 +125,17 @@ class RoutedFleet:
     ) -> AttemptNeeds:
         """What a first attempt asks of the fleet, as things stand. `whole_rows`: its rows that one
         forward has to compute."""
-        known = (self._rows.get((model, kind), ()) for kind in KINDS)
-        least = min(set[int]().union(*known), default=0)
+        if whole_rows:
+            known = (self._rows.get((model, kind), ()) for kind in KINDS)
+            if whole_rows <= min(set[int]().union(*known), default=0):
+                whole_rows = 0  # every worker takes them, and equal needs are looked for once
         return AttemptNeeds(
             model=model,
             mode="local" if on_decode_only else self.mode,
             broken=self.standing.broken_pairs(),
             doubtful=self.standing.doubtful_pairs(),
             by_pool=self._by_pool,
-            whole_rows=whole_rows if whole_rows > least else 0,  # most needs are equal
+            whole_rows=whole_rows,
         )
 
     def most_rows(self, model: str, on_decode_only: bool) -> float:

@@ -212,12 +212,12 @@ def fit_rows(prompt_len: int, max_tokens: int, asked: Asked, most: float) -> int
     `InvalidRequest` with the numbers for more than `most`, the fleet's own limit."""
     if asked.model.prompt_attention != "bidirectional":
         return 0
-    what, tokens, passes = "", prompt_len, 1
+    parts, tokens, passes = "", prompt_len, 1
     if asked.settings.is_canvas:
-        what, tokens = "prompt and answer of ", prompt_len + max_tokens
+        parts, tokens = "prompt and answer of ", prompt_len + max_tokens
         passes += asked.settings.cfg_scale > 0
     if tokens * passes > most:
-        limit = f"expected {what}at most {int(most) // passes} tokens, which this fleet's workers"
+        limit = f"expected {parts}at most {int(most) // passes} tokens, which this fleet's workers"
         why = f"{limit} compute at once (--max-num-batched-tokens), got {tokens} tokens"
         raise InvalidRequest.of("prompt", why)
     return tokens * passes

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import psutil
 from checkpoints import ARCHITECTURES
 from e2e.client import all_at_once, connect
 from e2e.degrees import CANVASES, LOOPS, REPLICAS, SPREAD, asked_of, count_wrong, model_of
@@ -39,6 +40,7 @@ from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig
 TIER: Final = "TIER"  # in a flag: a directory of the fleet's own
 MOST_ASKED: Final = 20  # requests of a fleet, each twice
 KILL_AFTER_S: Final = 0.4
+DEADLINE_S: Final = 30.0
 DRAWN: Final = 1000  # combinations of which the one with the most new pairs is next
 
 Flags = tuple[str, ...]
@@ -193,15 +195,14 @@ def differing(one: Combination) -> tuple[int, int]:
         with Fleet(config_of(one, Path(home))) as fleet, connect(fleet.address) as client:
             names = sorted(fleet.processes.keys() & {"prefill-0", "decode-0", "worker-0"})
             victims = names if one["engine"] == "is killed" else []
-            killers = [
-                threading.Timer(KILL_AFTER_S, engine_of(fleet.processes[name].pid).kill)
-                for name in victims
-            ]
+            engines = [engine_of(fleet.processes[name].pid) for name in victims]
+            killers = [threading.Timer(KILL_AFTER_S, engine.kill) for engine in engines]
             for killer in killers:
                 killer.start()
             answers = all_at_once(client.generate, requests)
-            for killer in killers:
+            for killer, engine in zip(killers, engines, strict=True):
                 killer.join()
+                engine.wait(DEADLINE_S)  # proves that it was killed
             answers += all_at_once(client.generate, requests)
     return count_wrong(asked * 2, answers)
 
@@ -220,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             num_wrong, num_tokens = differing(one)
             result = f"{num_wrong} of {num_tokens} differ"
-        except (FleetError, grpc.RpcError, TimeoutError) as error:
+        except (FleetError, grpc.RpcError, TimeoutError, psutil.TimeoutExpired) as error:
             num_wrong, num_tokens, result = 1, 0, f"failed: {error}"
         num_bad += num_wrong > 0
         total += num_tokens

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pytest
 from e2e.client import all_at_once, connect, wait_until
-from e2e.degrees import Case, all_cases, differing, flags_of, serving
+from e2e.degrees import Case, all_cases, count_wrong, differing, flags_of, serving
 from e2e.rank_faults import ranks_of
 from e2e.test_lost_engines import life_of
 
 from effuse.cli.commands import FleetConfig
+from effuse.v1 import generation_pb2 as pb
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,14 @@ def test_a_fleet_takes_the_flags_of_every_case() -> None:
         FleetConfig(
             prefill=min(case.prefill, 1), prefill_flags=(*prefill,), decode_flags=(*decode,)
         )
+
+
+def test_a_changed_a_missing_and_another_token_each_count_as_one() -> None:
+    asked = [(pb.GenerateRequest(n=2), (1, 2, 3))] * 3
+    others = [pb.GenerateResponse(token_ids=(1, 2, 3))]
+    written = ((1, 9, 3), (1, 2), (1, 2, 3, 4))
+    answers = [pb.GenerateResponse(token_ids=ids, others=others) for ids in written]
+    assert count_wrong(asked, answers) == (3, 18)
 
 
 def test_prompts_and_context_are_cut_over_ranks_also_after_one_has_died() -> None:

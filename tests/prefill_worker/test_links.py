@@ -19,10 +19,9 @@ from effuse.prefill_worker.links import (
     WINDOW_S,
     Links,
     LinkState,
-    log_link,
+    line_of,
 )
 
-LOGGER = "effuse.prefill_worker.links"
 OWN = redis_server.worker(worker_id="p0", role="prefill", incarnation="own-1")
 LARGE = 64 << 20
 
@@ -277,12 +276,9 @@ def test_a_life_that_is_over_is_named_once() -> None:
         (500.0, True, logging.WARNING, "REFUSED, because --min-handoff-gbps is 500"),
     ],
 )
-def test_what_is_told_of_a_link(
-    caplog: pytest.LogCaptureFixture, gbps: float, is_fallback: bool, level: int, text: str
-) -> None:
-    with caplog.at_level(logging.INFO, LOGGER):
-        log_link("p0", Link("d0", "1", "cuda_ipc", 213.4e9), gbps, is_fallback=is_fallback)
-    (record,) = caplog.records
-    assert record.levelno == level
-    assert record.getMessage().startswith("handoff p0 to d0: cuda_ipc, 213.4 GB/s")
-    assert text in record.getMessage()
+def test_the_line_of_a_link(gbps: float, is_fallback: bool, level: int, text: str) -> None:
+    link = Link("d0", "1", "cuda_ipc", 213.4e9)
+    found, line = line_of("p0", link, gbps, is_fallback=is_fallback)
+    assert found == level
+    assert line.startswith("handoff p0 to d0: cuda_ipc, 213.4 GB/s")
+    assert text in line
