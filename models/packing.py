@@ -1,4 +1,5 @@
-"""Parts of many sequences as flat arrays: pure numpy on the host, a few calls per part.
+"""Parts of many sequences as flat arrays, and their results from flat lists: on the host, a few
+calls per part.
 
 It chooses the hidden rows that a forward returns: one per candidate, then one per kept boundary.
 """
@@ -11,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from effuse.models.part import Part, TokenEdits
+from effuse.kernels.sampling import Logprobs
+from effuse.models.group import RowCounts
+from effuse.models.part import HostLogprobs, Part, PartResult, TokenEdits
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -194,3 +197,34 @@ def _integers(part: Part) -> tuple[int, int, int, int]:
     """Its integers, one for each candidate; the seed as the int64 with the same bits."""
     sampling, seed = part.sampling, part.sampling.seed
     return sampling.top_k, seed - (seed >> 63 << 64), sampling.answer_index, part.score
+
+
+def count_rows(parts: Sequence[Part], num_replicas: int) -> RowCounts:
+    """The rows of each replica in a forward over these parts, of models that shift no logits."""
+    rows, wanted = [0] * num_replicas, [0] * num_replicas
+    for part in parts:
+        rows[part.replica] += len(part.token_ids)
+        wanted[part.replica] += len(part.candidates)
+    return RowCounts(tuple(rows), tuple(wanted))
+
+
+def unpack_results(
+    parts: Sequence[Part],
+    drawn: list[list[float]],
+    logprobs: Sequence[Logprobs | None],
+    boundaries: Sequence[Tensor | None],
+) -> list[PartResult]:
+    """Results of each part from what was drawn for all candidates [3][R]: tokens, confidences,
+    scores. The rest is by part, on the host or a boundary [H]."""
+    results, candidate = [], 0
+    for part, of_part, boundary in zip(parts, logprobs, boundaries, strict=True):
+        span = slice(candidate, candidate + len(part.candidates))
+        tokens, confidences, scores = (column[span] for column in drawn)
+        found = None
+        if of_part is not None:
+            found = HostLogprobs(
+                of_part.chosen.tolist(), of_part.top_tokens.tolist(), of_part.top.tolist()
+            )
+        results.append(PartResult([*map(int, tokens)], confidences, scores, boundary, found))
+        candidate = span.stop
+    return results

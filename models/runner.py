@@ -7,25 +7,28 @@ use the candidates.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from effuse.kernels.attention_batch import make_attention_batch
-from effuse.kernels.pages import LayerMarks
-from effuse.kernels.sampling import edit_logits, sample_confidence, token_logprobs
+from effuse.kernels.pages import LayerMarks, place_on_cuda
+from effuse.kernels.sampling import Logprobs, edit_logits, sample_confidence, token_logprobs
 from effuse.kernels.sampling_llada import LladaDraw, sample_llada
 from effuse.kernels.values import Candidates, LogitEdits, RowSampling
 from effuse.models.config import ModelConfig
 from effuse.models.group import RowCounts
 from effuse.models.packing import (
     PackedParts,
+    count_rows,
     join_aligned,
     pack_edits,
     pack_parts,
+    unpack_results,
 )
-from effuse.models.part import HostLogprobs, Part, PartResult
+from effuse.models.part import Part, PartResult
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.transformer import LayerKV, Transformer
 
@@ -55,7 +58,7 @@ class ModelRunner:
         graphs: PromptGraphs | None = None,
         marks: LayerMarks | None = None,
         on_layer: Callable[[int], None] | None = None,
-        wait: Callable[[], None] | None = None,
+        wait: Callable[[Callable[[], bool]], None] | None = None,
     ) -> None:
         if len(kv) != len(model.shard.layers):
             raise ValueError(
@@ -75,7 +78,6 @@ class ModelRunner:
         assert self._marks is not None, "this runner has no marks"
         return self._marks.begin()
 
-    @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
         """Run all parts in one forward; results are in their order.
 
@@ -83,6 +85,12 @@ class ModelRunner:
         the parts of all of them, and get the results of their own. A stage of a pipeline before the
         last one has no results.
         """
+        return self.launch(parts)()
+
+    @torch.inference_mode()
+    def launch(self, parts: Sequence[Part]) -> Callable[[], list[PartResult]]:
+        """Queues a forward as of `run`; the returned function waits for its candidates. Others may
+        be launched before it is called."""
         replicas, counts = self.model.replicas, None
         if replicas is not None:
             counts = count_rows(parts, replicas.size)
@@ -90,13 +98,39 @@ class ModelRunner:
             if not parts:
                 self.model.experts_only(counts)
         if not parts:
-            return []
+            return list
         config = self.model.config
         packed = pack_parts(parts, page_size=self._page_size, shift=config.shift_logits)
         hidden = self._forward(parts, packed, counts)
         if not self.model.has_head:
-            return []
-        return _results(parts, packed, *self._draw(parts, packed, hidden), hidden)
+            return list
+        drawn, logprobs = self._draw(parts, packed, hidden)
+        kept = count(packed.num_candidates)
+        boundaries = [
+            hidden[next(kept)].clone() if packed.keeps_boundary(part) else None for part in parts
+        ]
+        wait = self._mark() if len(drawn[0]) else None
+
+        def results() -> list[PartResult]:
+            if wait is not None:
+                wait()
+            return unpack_results(parts, drawn.tolist(), logprobs, boundaries)
+
+        return results
+
+    def _mark(self) -> Callable[[], None]:
+        """A function that waits for the work queued so far."""
+        place = None if self.model.device.type == "cpu" else place_on_cuda()
+        if place is not None:
+            self._show()  # so that the last place to wait for is not one of a later forward
+
+        def wait() -> None:
+            if self._wait is not None:
+                self._wait(place.query if place is not None else lambda: False)
+            if place is not None:
+                place.synchronize()
+
+        return wait
 
     def _forward(
         self, parts: Sequence[Part], packed: PackedParts, counts: RowCounts | None
@@ -146,9 +180,9 @@ class ModelRunner:
 
     def _draw(
         self, parts: Sequence[Part], packed: PackedParts, hidden: Tensor
-    ) -> tuple[list[list[float]], list[HostLogprobs | None]]:
-        """Tokens, confidences and scores of all candidates, on the host; log-probabilities by
-        part."""
+    ) -> tuple[Tensor, list[Logprobs | None]]:
+        """Tokens, confidences and scores of all candidates [3, R], and log-probabilities by part:
+        on the host, or on their way there."""
         logits, candidates = None, None
         if packed.num_candidates:
             rows = hidden[: packed.num_candidates]
@@ -157,10 +191,10 @@ class ModelRunner:
                 rows = rows.index_copy(0, at, self._boundaries(packed, rows))
             logits, candidates = self._candidates(parts, rows, packed, self._edits(parts))
         if candidates is None:
-            return [[], [], []], [None] * len(parts)
+            return torch.empty(3, 0), [None] * len(parts)
         # One copy to the host; fp64 holds token ids and fp32 values exactly.
         columns = (candidates.token, candidates.confidence, candidates.score)
-        drawn = torch.stack([c.double() for c in columns]).tolist()
+        drawn = _to_host(torch.stack([c.double() for c in columns]))
         if logits is None:
             return drawn, [None] * len(parts)
         return drawn, _logprobs(parts, logits, candidates.token, self.model.config)
@@ -184,8 +218,6 @@ class ModelRunner:
         logits = model.logits(rows)
         if model.shard.rank:
             return None, None
-        if self._wait is not None:
-            self._wait()
         if is_plain:
             return logits, self._sample_rows(None, logits, sampling)
         return logits, self._sample_by_part(parts, logits, sampling, edits)
@@ -334,41 +366,17 @@ class ModelRunner:
         return found
 
 
-def count_rows(parts: Sequence[Part], num_replicas: int) -> RowCounts:
-    """The rows of each replica in a forward over these parts, of models that shift no logits."""
-    rows, wanted = [0] * num_replicas, [0] * num_replicas
-    for part in parts:
-        rows[part.replica] += len(part.token_ids)
-        wanted[part.replica] += len(part.candidates)
-    return RowCounts(tuple(rows), tuple(wanted))
-
-
-def _results(
-    parts: Sequence[Part],
-    packed: PackedParts,
-    drawn: list[list[float]],
-    logprobs: list[HostLogprobs | None],
-    hidden: Tensor,
-) -> list[PartResult]:
-    results = []
-    candidate, kept = 0, packed.num_candidates
-    for part, of_part in zip(parts, logprobs, strict=True):
-        span = slice(candidate, candidate + len(part.candidates))
-        boundary = None
-        if packed.keeps_boundary(part):
-            boundary = hidden[kept].clone()
-            kept += 1
-        tokens, confidences, scores = (column[span] for column in drawn)
-        results.append(PartResult([*map(int, tokens)], confidences, scores, boundary, of_part))
-        candidate = span.stop
-    return results
+def _joined(drawn: Sequence[Candidates]) -> Candidates:
+    columns = ([getattr(one, field.name) for one in drawn] for field in fields(Candidates))
+    return Candidates(*(torch.cat(column) for column in columns))
 
 
 def _logprobs(
     parts: Sequence[Part], logits: Tensor, tokens: Tensor, config: ModelConfig
-) -> list[HostLogprobs | None]:
-    """Log-probabilities of the drawn tokens [R] by the model's own ``logits`` [R, V]."""
-    found: list[HostLogprobs | None] = []
+) -> list[Logprobs | None]:
+    """Log-probabilities of the drawn tokens [R] by the model's own ``logits`` [R, V], on the host
+    or on their way there."""
+    found: list[Logprobs | None] = []
     first = 0
     for part in parts:
         rows = slice(first, first + len(part.candidates))
@@ -377,12 +385,13 @@ def _logprobs(
             found.append(None)
             continue
         entry = token_logprobs(logits[rows], tokens[rows], config.mask_token_id, part.num_logprobs)
-        found.append(
-            HostLogprobs(entry.chosen.tolist(), entry.top_tokens.tolist(), entry.top.tolist())
-        )
+        found.append(Logprobs(*map(_to_host, (entry.chosen, entry.top_tokens, entry.top))))
     return found
 
 
-def _joined(drawn: Sequence[Candidates]) -> Candidates:
-    columns = ([getattr(one, field.name) for one in drawn] for field in fields(Candidates))
-    return Candidates(*(torch.cat(column) for column in columns))
+def _to_host(found: Tensor) -> Tensor:
+    """A copy on its way. One into memory that is not pinned would be waited for."""
+    if not found.is_cuda:
+        return found
+    copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return copy.copy_(found, non_blocking=True)

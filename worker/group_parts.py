@@ -7,6 +7,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -43,18 +44,20 @@ from effuse.worker.rank_messages import (
 )
 from effuse.worker.ranks import Ranks
 
+T = TypeVar("T")
 _FAILURES = (ArrivalRefused, PushFailed)
 _SUCCESSES = (Arrived, Pushed)
 
 
 @dataclass(slots=True, eq=False)
 class BegunForward:
-    """A forward of all ranks that the leader has perhaps not computed yet."""
+    """A forward of all ranks that the leader has perhaps not launched yet."""
 
     number: int
     parts: Sequence[Part]
     num_sent: int  # commands up to it
     progress: ForwardProgress | None
+    own: Callable[[], list[PartResult]] | None = None  # once launched here: waits for its results
     results: list[PartResult] | None = None
 
 
@@ -69,14 +72,17 @@ class GroupRunner:
         self, runner: ModelRunner, ranks: Ranks, on_sign: Callable[[], None] = lambda: None
     ) -> None:
         """on_sign: called while the leader waits and other stages advance."""
-        stage = runner.model.stage
-        self.most_begun = 1 if stage is None else stage.count
+        stage, device = runner.model.stage, runner.model.device
+        # A device goes on with the next forward while the host applies results of the one before,
+        # and another one waits in the first stage.
+        self._is_ahead = stage is not None and device.type == "cuda"
+        self.most_begun = 1 if stage is None else stage.count + self._is_ahead
         self._runner = runner
         self._ranks = ranks
         self._on_sign = on_sign
         self._number = 0  # of the next forward
         self._progress: ForwardProgress | None = None  # of the next forward
-        self._begun: deque[BegunForward] = deque()  # oldest first
+        self._begun: deque[BegunForward] = deque()  # not launched here yet, oldest first
 
     def progress(self) -> ForwardProgress:
         """How far the next forward is on the leader's device."""
@@ -99,28 +105,41 @@ class GroupRunner:
 
     def end(self, begun: BegunForward) -> list[PartResult]:
         """The results of a forward, after those before it. Raises GroupBroken, as `run`."""
-        while begun.results is None:
-            oldest = self._begun.popleft()
-            oldest.results = self._compute(oldest)
+        while begun.own is None:
+            self._launch()
+        if self._is_ahead and self._begun and self._ranks.sent_rows(self._begun[0].number):
+            self._launch()
+        if begun.results is None:
+            begun.results = self._results(begun, begun.own)
         return begun.results
 
-    def _compute(self, begun: BegunForward) -> list[PartResult]:
-        ranks, runner = self._ranks, self._runner
+    def _launch(self) -> None:
+        """Launches the leader's part of the oldest forward."""
+        begun, ranks = self._begun.popleft(), self._ranks
         if self.most_begun > 1:
             ranks.await_rows(begun.number, self._on_sign)
             ranks.send(Complete(begun.number))
-        try:
-            if begun.progress is not None:
-                begun.progress.stored = runner.progress()
-            results = runner.run(begun.parts)
-        except Exception as error:
-            ranks.failed(error)
-            raise
-        ranks.confirm(begun.num_sent)
-        if runner.model.replicas is None:
+        if begun.progress is not None:
+            begun.progress.stored = self._runner.progress()
+        begun.own = self._guarded(lambda: self._runner.launch(begun.parts))
+
+    def _results(
+        self, begun: BegunForward, own: Callable[[], list[PartResult]]
+    ) -> list[PartResult]:
+        results = self._guarded(own)
+        self._ranks.confirm(begun.num_sent)
+        if self._runner.model.replicas is None:
             return results
-        of_replica = [iter(results), *map(iter, ranks.computed(begun.number))]
+        of_replica = [iter(results), *map(iter, self._ranks.computed(begun.number))]
         return [next(of_replica[part.replica]) for part in begun.parts]
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """If it fails, the group breaks."""
+        try:
+            return work()
+        except Exception as error:
+            self._ranks.failed(error)
+            raise
 
 
 def pipeline_of(forward: Forward) -> GroupRunner | None:

@@ -192,17 +192,16 @@ class Ranks:
         self._await(lambda: self._num_taken() >= count, _CONFIRM_S, text)
 
     def await_rows(self, number: int, on_sign: Callable[[], None]) -> None:
-        """Returns once the last stage's rows of a forward are on their way; calls `on_sign`
-        whenever another stage advances. Raises GroupBroken."""
-
-        def are_sent() -> bool:
-            return all(self._advanced.get(rank, 0) > number for rank in self._feeders)
-
+        """Returns once `sent_rows`; calls `on_sign` when a stage advances. Raises GroupBroken."""
         text = f"no stage has computed a layer for {_LAYER_S:g} s"
-        while not are_sent():
+        while not self.sent_rows(number):
             seen = self._num_signs
-            self._await(lambda: are_sent() or self._num_signs > seen, _LAYER_S, text)  # noqa: B023
+            self._await(lambda: self.sent_rows(number) or self._num_signs > seen, _LAYER_S, text)  # noqa: B023
             on_sign()
+
+    def sent_rows(self, number: int) -> bool:
+        """Whether the last stage's rows of a forward are on their way."""
+        return all(self._advanced.get(rank, 0) > number for rank in self._feeders)
 
     def _await(self, is_there: Callable[[], bool], timeout_s: float, text: str) -> None:
         """Waits for the watching thread. Raises GroupBroken, with `text` if it is late."""

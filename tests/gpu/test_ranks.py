@@ -58,6 +58,25 @@ def test_a_group_that_cuts_the_context_is_as_often_right_as_one_gpu(
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
+def test_stages_give_the_same_tokens_in_fp32(*, enforce_eager: bool) -> None:
+    """Answers with log-probabilities among them, whose ends come while others are under way."""
+    params = [
+        effuse.Params(
+            max_tokens=64, seed=number, temperature=number % 2, logprobs=number % 3 or None
+        )
+        for number in range(NUM_PROBLEMS)
+    ]
+    prompts = [problem(5, number).prompt for number in range(NUM_PROBLEMS)]
+    found = []
+    staged: dict[str, Any] = {"pipeline_parallel_size": 2, "enforce_eager": enforce_eager}
+    for options in ({}, staged):
+        with effuse.LLM(dtype="float32", **OPTIONS, **options) as llm:
+            answers = llm.generate(prompts, params)
+        found.append([answer.token_ids for answer in answers])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize(
     "group",
     [

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import cast
 from unittest.mock import Mock
 
+import torch
+
 from effuse.kvtransfer.layout import MOST_GROUPS
 from effuse.models.part import Part, PartResult
 from effuse.models.runner import ModelRunner
@@ -25,17 +27,25 @@ class Leader:
     """A leader's own runner and its ranks, which note what happens in its order."""
 
     count: int = 3
+    device: str = "cpu"
+    rows: int = 99  # of so many forwards the rows are on their way
     noted: list[object] = field(default_factory=list)
     num_sent: int = 0
     model: Mock = field(init=False)
 
     def __post_init__(self) -> None:
         stage = Mock(count=self.count) if self.count > 1 else None
-        self.model = Mock(stage=stage, replicas=None)
+        self.model = Mock(stage=stage, replicas=None, device=torch.device(self.device))
 
-    def run(self, parts: Sequence[Part]) -> list[PartResult]:
-        self.noted.append(("run", parts[0].token_ids[0]))
-        return [PartResult([parts[0].token_ids[0]], [], [], None)]
+    def launch(self, parts: Sequence[Part]) -> Callable[[], list[PartResult]]:
+        (number,) = parts[0].token_ids
+        self.noted.append(("launch", number))
+
+        def results() -> list[PartResult]:
+            self.noted.append(("read", number))
+            return [PartResult([number], [], [], None)]
+
+        return results
 
     def progress(self) -> Callable[[], int]:
         self.noted.append("progress")
@@ -54,6 +64,9 @@ class Leader:
         self.noted.append(("rows", number))
         on_sign()
 
+    def sent_rows(self, number: int) -> bool:
+        return number < self.rows
+
     def confirm(self, count: int) -> None:
         self.noted.append(("confirmed", count))
 
@@ -70,11 +83,32 @@ def test_a_forward_begins_everywhere_before_earlier_ones_have_ended() -> None:
     (found,) = runner.end(second)
     assert found.tokens == [1] and signs == ["sign"] * 2
     assert leader.noted[2:] == [
-        *(("rows", 0), (Complete, 0), ("run", 0), ("confirmed", 1)),
-        *(("rows", 1), (Complete, 1), ("run", 1), ("confirmed", 2)),
+        *(("rows", 0), (Complete, 0), ("launch", 0)),
+        *(("rows", 1), (Complete, 1), ("launch", 1)),
+        *(("read", 1), ("confirmed", 2)),
     ]
     (kept,) = runner.end(first)
-    assert kept.tokens == [0] and len(leader.noted) == 10, "it was computed before"
+    assert kept.tokens == [0] and leader.noted[10:] == [("read", 0), ("confirmed", 1)]
+    assert runner.end(first) == [kept] and len(leader.noted) == 12, "it was read before"
+
+
+def test_a_device_goes_on_with_the_next_forward_while_results_are_applied() -> None:
+    """One more is under way than there are stages, so that the first stage does not wait either."""
+    leader = Leader(device="cuda", rows=2)
+    runner = leader.runner()
+    assert runner.most_begun == 4
+    begun = [runner.begin(parts) for parts in PARTS[:3]]
+    del leader.noted[:]
+    assert [one.tokens for one in runner.end(begun[0])] == [[0]]
+    assert leader.noted == [
+        *(("rows", 0), (Complete, 0), ("launch", 0)),
+        *(("rows", 1), (Complete, 1), ("launch", 1)),
+        *(("read", 0), ("confirmed", 1)),
+    ]
+    del leader.noted[:]
+    assert [one.tokens for one in runner.end(begun[1])] == [[1]]
+    assert leader.noted == [("read", 1), ("confirmed", 2)], "the third one's rows are not there"
+    assert [one.tokens for one in runner.end(begun[2])] == [[2]]
 
 
 def test_a_forward_has_stored_nothing_here_before_the_leaders_stage_computes() -> None:
@@ -97,7 +131,7 @@ def test_a_group_without_stages_computes_at_once() -> None:
     runner = leader.runner()
     assert pipeline_of(runner) is None
     assert [one.tokens for one in runner.run(PARTS[2])] == [[2]]
-    assert leader.noted == [(RunParts, 0), ("run", 2), ("confirmed", 1)]
+    assert leader.noted == [(RunParts, 0), ("launch", 2), ("read", 2), ("confirmed", 1)]
     assert runner.run([]) == []
 
 
