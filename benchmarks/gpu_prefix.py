@@ -112,6 +112,8 @@ class Chats:
 
     kv_bytes: int = 0
     waits_s: list[float] = field(default_factory=list)  # first blocks less a block's own time
+    seconds: list[float] = field(default_factory=list)  # of whole answers
+    num_own: int = 0  # prompts that the decode worker computed
     answers: list[tuple[int, ...]] = field(default_factory=list)
 
 
@@ -128,6 +130,9 @@ def chats_plan(bench: Bench) -> Iterator[str]:
         f"| first block less its own forwards, median, ms | {waits[0]:.1f} | {waits[1]:.1f} | "
         f"{waits[1] / waits[0]:.3f} |"
     )
+    whole = [1e3 * median(one.seconds) for one in (off, on)]
+    yield f"| answer, median, ms | {whole[0]:.0f} | {whole[1]:.0f} | {whole[1] / whole[0]:.3f} |"
+    yield f"| prompts that the decode worker computed | {off.num_own} | {on.num_own} | |"
     yield f"\n{same} of {len(off.answers)} answers are equal."
 
 
@@ -184,6 +189,8 @@ def _chat(
             stats = answer.stats
             block_s = (stats.total_s - stats.first_block_s) / max(1, SENT // size - 1)
             into.waits_s.append(stats.first_block_s - block_s)
+            into.seconds.append(stats.total_s)
+            into.num_own += not stats.prefill_worker
 
 
 PLANS = {"split": split_plan, "alone": alone_plan, "chats": chats_plan}

@@ -46,7 +46,7 @@ from effuse.router.policy import (
     is_alone,
     what_is_missing,
 )
-from effuse.router.prefixes import NOTHING_KNOWN
+from effuse.router.prefixes import NOTHING_KNOWN, keys_of
 from effuse.router.request import Request
 from effuse.router.request_states import Event, State
 from effuse.router.router import Router
@@ -94,13 +94,15 @@ class AnswerRun:
                 del workers, own
                 self._note_known(placement)
                 placement = router.fleet.held(placement)
-                prompt = request.prompt
-                counted = router.fleet.counted(placement, len(prompt.token_ids), prompt.max_tokens)
+                size = len(request.prompt.token_ids), request.prompt.max_tokens
+                known = request.costs.known
+                counted = router.fleet.counted(placement, *size, known.own + known.shared)
                 with counted as share, router.traces.span("attempt"):
                     outcome = await self._begin_attempt(placement, share).run()
                 if not isinstance(outcome, Failure):
                     request.answer.apply_event(Event.FINISHED, router.now())
                     router.poison.note_answer(request)
+                    self._note_answer(placement)
                     return finished_of(request, outcome, router.now())
             finally:
                 if router.fleet.num_alone:
@@ -184,13 +186,12 @@ class AnswerRun:
             prompt=self._prompt_cost(),
         )
 
-    def _prompt_cost(self) -> PromptCost | None:
-        """That of the prompt, once it is known, if gaps have an objective."""
+    def _prompt_cost(self) -> PromptCost:
+        """Its time counts if gaps have an objective, which pieces of prompts then keep."""
         asked, tokens = self._request.asked, len(self._request.prompt.token_ids)
         if math.isinf(asked.goals.gap_s):
-            return None
-        seconds = self._router.steering.prompt_s(asked.model.name, tokens)
-        return None if seconds is None else PromptCost(tokens, seconds)
+            return PromptCost(tokens)
+        return PromptCost(tokens, self._router.steering.prompt_s(asked.model.name, tokens) or 0.0)
 
     def _look_again_s(self) -> float:
         """Seconds until the choice, or an error about it, may be another one although nothing
@@ -216,6 +217,16 @@ class AnswerRun:
             request.costs.known = known.claim(keys, computes.life)
             self._router.metrics.count_known(request.costs.known)
         known.note(keys, [placement.decode.life, *([computes.life] if placement.prefill else ())])
+
+    def _note_answer(self, placement: Placement) -> None:
+        """Notes that a decode worker should have the KV of an answer, with which the next turn of a
+        chat begins. A bidirectional prompt is reused only as a whole."""
+        request, decode = self._request, placement.decode
+        keys = request.prompt.prefix_keys
+        if keys and decode.model.prompt_attention != "bidirectional":
+            tokens = [*request.prompt.token_ids, *request.answer.token_ids]
+            more = keys_of(tokens, request.tenant.name, keys)[len(keys) :]
+            self._router.fleet.prompts.note(more, [decode.life])
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request

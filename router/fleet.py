@@ -215,11 +215,14 @@ class RoutedFleet:
         if own:
             self.announce_change()
 
-    def counted(self, placement: Placement, prompt_len: int, max_tokens: int) -> AttemptShare:
+    def counted(
+        self, placement: Placement, prompt_len: int, max_tokens: int, num_known: int = 0
+    ) -> AttemptShare:
         """Counts an attempt on its workers within `with`; then another request may have its seat. A
-        prompt that is shared counts once."""
+        prompt that is shared counts once. Tokens whose KV is known need no forward."""
         prompt_len = 0 if placement.shares_prompt else prompt_len
-        return AttemptShare(self, placement, prompt_len, max_tokens)
+        num_left = max(prompt_len - num_known, min(prompt_len, 1))
+        return AttemptShare(self, placement, num_left, prompt_len + max_tokens)
 
     def held(self, placement: Placement) -> Placement:
         """The same, with records that attempts may hold for long: without what changes in a life,
@@ -334,22 +337,20 @@ class RoutedFleet:
 class AttemptShare:
     """An attempt's part of the account of its workers."""
 
-    __slots__ = ("_decode", "_fleet", "_max_tokens", "_placement", "_prefill", "_prompt_len")
+    __slots__ = ("_decode", "_fleet", "_placement", "_prefill", "_to_prefill", "_tokens")
 
-    def __init__(
-        self, fleet: RoutedFleet, placement: Placement, prompt_len: int, max_tokens: int
-    ) -> None:
+    def __init__(self, fleet: RoutedFleet, placement: Placement, left: int, tokens: int) -> None:
         self._fleet = fleet
         self._placement = placement
-        self._prompt_len, self._max_tokens = prompt_len, max_tokens
+        self._to_prefill, self._tokens = left, tokens
         self._decode, self._prefill = IDLE, IDLE
 
     def __enter__(self) -> AttemptShare:
         decode, prefill = self._placement.decode, self._placement.prefill
-        own_prompt = 0 if prefill is not None else self._prompt_len
+        own_prompt = 0 if prefill is not None else self._to_prefill
         self.take(
-            InFlight(1, self._prompt_len + self._max_tokens, to_prefill=own_prompt),
-            IDLE if prefill is None else InFlight(prompts=1, to_prefill=self._prompt_len),
+            InFlight(1, self._tokens, to_prefill=own_prompt),
+            IDLE if prefill is None else InFlight(prompts=1, to_prefill=self._to_prefill),
         )
         if prefill is not None and not self._placement.by_pool:
             self._fleet.standing.note_try((prefill.life, decode.life))

@@ -12,16 +12,13 @@ from msgspec.structs import replace
 
 from effuse.placement.records import Kind, WorkerRecord
 
-PrefillMode = Literal["auto", "remote", "local"]
-
 OWN_STEPS: Final = 4
 """Steps' worth of prompts that decode gets instead of prefill; more would only delay answers."""
 
+PrefillMode = Literal["auto", "remote", "local"]
 WorkerLife = tuple[str, str]  # worker id and incarnation
 Pair = tuple[WorkerLife, WorkerLife]  # a prefill worker and a decode worker
-
-Fingerprint = tuple[tuple[str, str], ...]
-"""Weights, layout and rules of a worker, by name: if they are equal, answers are."""
+Fingerprint = tuple[tuple[str, str], ...]  # weights, layout and rules: if equal, answers are
 
 
 class InFlight(Struct, frozen=True):
@@ -80,16 +77,16 @@ class Candidate(Struct, frozen=True):
 
 
 class PromptCost(NamedTuple):
-    """The prompt of an answer whose gaps have an objective, which pieces of prompts keep."""
+    """The prompt of an answer."""
 
-    tokens: int  # at least 1
-    seconds: float  # of a worker without answers
+    tokens: int = 1
+    seconds: float = 0.0  # of a worker without answers, if gaps have an objective
 
     def is_sooner(self, decode: WorkerRecord, own: int, others: int) -> bool:
-        """Whether `decode` is done with it before a prefill worker. `own` and `others`: tokens that
-        wait at both. A bidirectional prompt has to fit into a gap as a whole."""
+        """Whether `decode`, whose rate is known, is done with it before a prefill worker; `own` and
+        `others`: tokens that wait at both. A bidirectional prompt has to fit into one gap."""
         load, is_whole = decode.load, decode.model.prompt_attention == "bidirectional"
-        if not load.prompt_rate or (is_whole and self.tokens > load.prompt_piece):
+        if is_whole and self.tokens > load.prompt_piece:
             return False
         own_s = (own + self.tokens) / load.prompt_rate
         return own_s < (others + self.tokens) * self.seconds / self.tokens
@@ -109,7 +106,7 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     beside: WorkerLife | None = None  # the decode worker that has its prompt's KV, or will
     num_answers: int = 1  # to the same prompt, of which this is the first one
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that workers may have
-    prompt: PromptCost | None = None  # if decode workers may compute it to save time
+    prompt: PromptCost = PromptCost()
     by_pool: bool = False  # KV goes through a pool that both workers share, if they do
     whole_rows: int = 0  # that each of its workers has to be able to compute in one forward
 
@@ -192,7 +189,7 @@ def choose_own(candidates: Sequence[Candidate], need: AttemptNeeds) -> list[Work
         chosen = place(candidates, way) or place(_idle(candidates), way)
         workers = () if chosen is None else (chosen.decode, chosen.prefill)
         own = [one for one in workers if one is not None and is_alone(one, need.alone)]
-        if own and all(_may_keep_one(candidates, need, record) for record in own):
+        if own and all(_may_keep(candidates, need, record) for record in own):
             return own
     return []
 
@@ -206,9 +203,7 @@ def is_alone(record: WorkerRecord, alone: Collection[Kind]) -> bool:
     return any(record.does(kind) for kind in alone)
 
 
-def _may_keep_one(
-    candidates: Sequence[Candidate], need: AttemptNeeds, record: WorkerRecord
-) -> bool:
+def _may_keep(candidates: Sequence[Candidate], need: AttemptNeeds, record: WorkerRecord) -> bool:
     """Of several workers of a role at most half are kept, and another one is ready."""
     wanted = record.role, need.model
     known = [c for c in candidates if (c.record.role, c.record.model.name) == wanted]
@@ -283,11 +278,10 @@ def _links(
     """Each prefill worker with each decode worker that it fits."""
     usable = [c for c in candidates if _is_usable(c, need)]
     fitting = _by_fingerprint(c for c in usable if c.record.does("prefill"))
-    for receiver in usable:
-        if receiver.record.does("decode"):
-            for writer in fitting.get(receiver.record.fingerprint_text, ()):
-                if writer is not receiver:
-                    yield writer.record, receiver.record
+    for receiver in (c for c in usable if c.record.does("decode")):
+        for writer in fitting.get(receiver.record.fingerprint_text, ()):
+            if writer is not receiver:
+                yield writer.record, receiver.record
 
 
 def _is_refused_for_good(candidates: Sequence[Candidate], need: AttemptNeeds) -> bool:
@@ -356,14 +350,20 @@ def _writers(decode: Candidate, fitting: Fitting, need: AttemptNeeds) -> Iterato
 
 
 def _prefers_itself(decode: Candidate, prefill: Candidate, need: AttemptNeeds) -> bool:
-    """Whether a worker computes a prompt itself although `prefill` could: it does both and has
-    fewer tokens to compute, or it is done sooner within the gaps of its answers."""
+    """Whether a worker computes a prompt itself although `prefill` could: it is done sooner within
+    the gaps of its answers or, without an objective for them, has fewer tokens to compute. One
+    that only decodes also has to know more of the prompt, and the rest must not lengthen gaps."""
     if need.mode != "auto" or not _may_prefill_more(decode):
         return False
     own, others = _prefill_score(decode, need), _prefill_score(prefill, need)
-    if need.prompt is not None and decode.record.load.prompt_rate:
-        return need.prompt.is_sooner(decode.record, own[1], others[1])
-    return decode.record.role == "both" and own < others
+    record = decode.record
+    if need.prompt.seconds and record.load.prompt_rate:
+        return need.prompt.is_sooner(record, own[1], others[1])
+    known = _known_tokens(decode, need)
+    most_rows = record.capacity.max_num_seqs * record.model.block_size  # of all its answers
+    fits = decode.in_flight.to_prefill + need.prompt.tokens - known <= most_rows
+    knows_more = known > _known_tokens(prefill, need) and fits
+    return own < others and (record.role == "both" or knows_more)
 
 
 def _decode_score(

@@ -10,6 +10,7 @@ from router.test_policy import names
 from effuse.placement.records import Load, Role
 from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, PromptCost, place
 
+ROWS = worker_record("d0", "decode").capacity.max_num_seqs * 4  # in blocks of 4
 COST = PromptCost(tokens=200, seconds=0.2)  # 1000 tokens a second at a prefill worker
 
 
@@ -35,7 +36,7 @@ def fleet(
     return found
 
 
-def placed(candidates: list[Candidate], prompt: PromptCost | None = COST) -> Placement | None:
+def placed(candidates: list[Candidate], prompt: PromptCost = COST) -> Placement | None:
     return place(candidates, AttemptNeeds(model="fake", mode="auto", prompt=prompt))
 
 
@@ -71,9 +72,42 @@ def test_a_bidirectional_prompt_has_to_fit_into_a_gap(piece: int, is_own: bool) 
 
 @pytest.mark.parametrize("waits", [0, 10_000])
 def test_without_an_objective_all_stays_as_it_was(waits: int) -> None:
-    assert names(placed(fleet(waits=waits, rate=500), None)) == ("p0", "d0")
-    both = names(placed(fleet(waits=waits, rate=500, role="both"), None))
+    free = PromptCost(200)
+    assert names(placed(fleet(waits=waits, rate=500), free)) == ("p0", "d0")
+    both = names(placed(fleet(waits=waits, rate=500, role="both"), free))
     assert both == (None if waits else "p0", "d0")
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "tokens", "own", "is_own"),
+    [
+        (256, 512, 768, 0, True),  # a chat: only it has the answer before
+        (256, 512, 513, 255, True),
+        (256, 512, 512, 256, False),  # prompts wait here, too
+        (512, 512, 768, 0, False),  # both have as much
+        (768, 512, 1024, 0, False),
+        (256, 512, 512 + ROWS, 0, True),
+        (256, 512, 512 + ROWS + 1, 0, False),  # gaps would have more rows than a step of answers
+        (256, 512, 512 + ROWS, 1, False),
+    ],
+)
+def test_without_an_objective_a_decode_worker_takes_the_rest_of_what_it_knows(
+    *, there: int, here: int, tokens: int, own: int, is_own: bool
+) -> None:
+    candidates = fleet(waits=0, rate=0, own=own)
+    lives = [one.record.life for one in candidates]
+    for at, one in enumerate(candidates):
+        load = replace(one.record.load, prefix_queries=1)
+        candidates[at] = replace(one, record=replace(one.record, load=load))
+    need = AttemptNeeds(
+        model="fake",
+        mode="auto",
+        cached=dict(zip(lives, (there, here), strict=True)),
+        prompt=PromptCost(tokens),
+    )
+    assert names(place(candidates, need)) == (None if is_own else "p0", "d0")
+    remote = place(candidates, replace(need, mode="remote"))
+    assert names(remote) == ("p0", "d0")
 
 
 @pytest.mark.parametrize("mode", ["remote", "local"])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from msgspec.structs import replace
-from router.fake_model import model_info, worker_record
+from router.fake_model import ids_of, model_info, worker_record
 from router.fakes import FakeFleet, FakeStore, run
 
 from effuse.placement.records import KEY_BYTES, MOST_HOLDERS, Load
@@ -39,6 +39,8 @@ def test_a_prompt_has_a_key_for_each_whole_unit_that_says_all_up_to_its_end() ->
     assert keys_of([9, *PROMPT[1:]], "acme")[2] != keys[2]
     assert not set(keys_of(PROMPT, "")) & set(keys)
     assert keys_of(PROMPT[: UNIT - 1], "") == ()
+    for number in range(4):
+        assert keys_of(PROMPT[:-1], "acme", keys[:number]) == keys
 
 
 def test_each_worker_has_as_much_as_was_sent_to_it_from_the_beginning() -> None:
@@ -131,6 +133,10 @@ def test_a_prompt_is_queued_at_its_prefill_worker_until_its_kv_is_complete() -> 
             assert fleet._in_flight[decode.life].tokens == 120
         assert fleet._in_flight[prefill.life] == InFlight(placed=1)
         assert fleet._in_flight[decode.life] == InFlight(placed=1)
+        for known, left in ((64, 36), (100, 1), (128, 1)):
+            with fleet.counted(Placement(decode, None), 100, 20, known):
+                assert fleet._in_flight[decode.life] == InFlight(1, 120, to_prefill=left, placed=2)
+            fleet._in_flight[decode.life] = InFlight(placed=1)
 
     asyncio.run(main())
 
@@ -152,6 +158,30 @@ def test_prompts_that_begin_alike_go_to_one_worker_and_others_in_turns() -> None
         assert {await ask(f"{number} {long}") for number in range(12)} == {"p0", "p1"}
 
     run(body, num_prefill=2)
+
+
+@pytest.mark.parametrize("attention", ["causal_blocks", "bidirectional"])
+def test_a_decode_worker_takes_the_next_turn_of_a_chat(attention: str) -> None:
+    """Only it has the KV of the answer before, which a bidirectional prompt cannot reuse."""
+
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.workers:
+            load = replace(worker.record.load, prefix_queries=1)
+            model = replace(model_info(), prompt_attention=attention)
+            worker.record = replace(worker.record, model=model, load=load)
+        answer = "b" * UNIT
+        fleet.decode[0].answer = ids_of(answer)
+        await fleet.announce()
+        workers = []
+        for turns in (["a" * UNIT], ["a" * UNIT, "c" * UNIT], ["a" * UNIT, answer, "d"]):
+            asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids_of("".join(turns))))
+            asked.stopping.max_tokens = UNIT
+            got = await fleet.generation.Generate(asked, timeout=30)
+            assert got.text == answer
+            workers.append(got.stats.prefill_worker)
+        assert workers == ["p0", "p0", "" if attention == "causal_blocks" else "p0"]
+
+    run(body)
 
 
 def test_a_router_learns_from_an_answer_that_a_prompt_was_dropped(
