@@ -73,9 +73,9 @@ class GroupRunner:
     ) -> None:
         """on_sign: called while the leader waits and other stages advance."""
         stage, device = runner.model.stage, runner.model.device
-        # A device goes on with the next forward while the host applies results of the one before,
-        # and another one waits in the first stage.
+        # A device has the next forward while the host applies results, and the first stage another.
         self._is_ahead = stage is not None and device.type == "cuda"
+        self._has_peers = stage is not None and stage.size > 1  # in the last stage
         self.most_begun = 1 if stage is None else stage.count + self._is_ahead
         self._runner = runner
         self._ranks = ranks
@@ -118,6 +118,7 @@ class GroupRunner:
         begun, ranks = self._begun.popleft(), self._ranks
         if self.most_begun > 1:
             ranks.await_rows(begun.number, self._on_sign)
+        if self._has_peers:
             ranks.send(Complete(begun.number))
         if begun.progress is not None:
             begun.progress.stored = self._runner.progress()
@@ -134,7 +135,6 @@ class GroupRunner:
         return [next(of_replica[part.replica]) for part in begun.parts]
 
     def _guarded(self, work: Callable[[], T]) -> T:
-        """If it fails, the group breaks."""
         try:
             return work()
         except Exception as error:

@@ -28,13 +28,14 @@ class Leader:
 
     count: int = 3
     device: str = "cpu"
+    size: int = 2  # ranks of a stage
     rows: int = 99  # of so many forwards the rows are on their way
     noted: list[object] = field(default_factory=list)
     num_sent: int = 0
     model: Mock = field(init=False)
 
     def __post_init__(self) -> None:
-        stage = Mock(count=self.count) if self.count > 1 else None
+        stage = Mock(count=self.count, size=self.size) if self.count > 1 else None
         self.model = Mock(stage=stage, replicas=None, device=torch.device(self.device))
 
     def launch(self, parts: Sequence[Part]) -> Callable[[], list[PartResult]]:
@@ -109,6 +110,15 @@ def test_a_device_goes_on_with_the_next_forward_while_results_are_applied() -> N
     assert [one.tokens for one in runner.end(begun[1])] == [[1]]
     assert leader.noted == [("read", 1), ("confirmed", 2)], "the third one's rows are not there"
     assert [one.tokens for one in runner.end(begun[2])] == [[2]]
+
+
+def test_nothing_is_sent_to_complete_a_forward_if_the_leader_is_alone_in_its_stage() -> None:
+    leader = Leader(size=1)
+    runner = leader.runner()
+    assert [one.tokens for one in runner.run(PARTS[3])] == [[3]]
+    assert leader.noted == [
+        *((RunParts, 0), ("rows", 0), ("launch", 3), ("read", 3), ("confirmed", 1)),
+    ]
 
 
 def test_a_forward_has_stored_nothing_here_before_the_leaders_stage_computes() -> None:

@@ -35,13 +35,14 @@ from effuse.kvtransfer.messages import PageRef, ReceiverAddress
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.models.group import ProcessGroup
 from effuse.protos.errors import EngineLost
-from effuse.worker import assembly, rank_messages, ranks, supervisor
+from effuse.worker import assembly, rank_messages, ranks, supervisor, watchdog
 from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupHost
 from effuse.worker.messages import RankOrders
 from effuse.worker.rank_messages import (
     COMMANDS,
     ENCODER,
+    Advanced,
     CopyPage,
     ForwardProgress,
     Taken,
@@ -310,6 +311,30 @@ def test_a_malformed_answer_ends_the_group_and_names_its_rank(
         other.connect(answers_path(made.home))
         other.send_multipart(frames)
         check_ended(made, named)
+
+
+def test_answers_bring_no_looks_for_frozen_ranks(
+    broken: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look reads a file for each rank."""
+    looks, look = list[int](), watchdog.Stopped.look
+
+    def note(stopped: watchdog.Stopped, pid: int, now: float) -> float:
+        looks.append(pid)
+        return look(stopped, pid, now)
+
+    monkeypatch.setattr(watchdog.Stopped, "look", note)
+    made, num_answers = sleeping(broken), 200
+    with contextlib.closing(made), zmq.Context() as context, context.socket(zmq.PUSH) as other:
+        other.connect(answers_path(made.home))
+        began = time.monotonic()
+        for number in range(num_answers):
+            other.send_multipart([b"\x01", ENCODER.encode(Advanced(number))])
+            made._await(lambda: made._num_signs > number, 10, "no answer came")  # noqa: B023
+        allowed = (time.monotonic() - began) / 0.25 + 2
+        assert 1 <= looks.count(looks[0]) <= allowed < num_answers
+        other.send_multipart([b"none"])
+        check_ended(made, "an answer that no rank sends")
 
 
 def test_no_group_outlives_its_watch(
