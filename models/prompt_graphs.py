@@ -51,7 +51,9 @@ class PromptGraphs:
         self._block_size = block_size
         self._max_context = max_context
         self._stage = None if model.stage is None else _StageRows.empty(model)
-        self._inputs = _Inputs.empty(model.device, max(1, -(-max_context // page_size)))
+        most_wanted = MOST_SEQUENCES + (0 if self._stage is None else MOST_ROWS)
+        most_pages = max(1, -(-max_context // page_size))
+        self._inputs = _Inputs.empty(model.device, most_wanted, most_pages)
         self._graphs: dict[_Bucket, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # memory that all graphs share
 
@@ -89,7 +91,8 @@ class PromptGraphs:
         if bucket.max_context:
             self._inputs.fill_contexts(parts, self._page_size)
         if self._stage is not None:
-            return self._stage.run(graph.replay, packed)
+            wanted = self._inputs.wanted[: len(packed.wanted_rows)]
+            return self._stage.run(graph.replay, len(packed.token_ids), wanted)
         graph.replay()
         return hidden[: len(packed.wanted_rows)]
 
@@ -166,20 +169,19 @@ class _StageRows:
     def first(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.mixed[:num_rows], self.residual[:num_rows], self.received[:num_rows]
 
-    def run(self, replay: Callable[[], None], packed: PackedParts) -> Tensor:
-        """As `PromptGraphs.run`; `replay` computes the layers up to the last attention."""
+    def run(self, replay: Callable[[], None], num_rows: int, wanted: Tensor) -> Tensor:
+        """As `PromptGraphs.run`; `replay` computes the layers up to the last attention. `wanted`
+        [W] are rows."""
         model, stage = self.model, self.model.stage
         assert stage is not None, "a stage has rows"
-        mixed, residual, received = self.first(len(packed.token_ids))
+        mixed, residual, received = self.first(num_rows)
         if not stage.is_first:
             stage.receive(received)
         replay()
         if not model.has_head:
             return model.pass_on(mixed, residual)
-        if not len(packed.wanted_rows):
+        if not len(wanted):
             return residual[:0]
-        wanted = torch.empty(len(packed.wanted_rows), dtype=torch.int64, device=model.device)
-        _bring(packed.wanted_rows, wanted)
         return model.finish(mixed[wanted], residual[wanted])
 
 
@@ -202,7 +204,7 @@ class _Inputs:
     token_ids: Tensor  # [MOST_ROWS] int64
     positions: Tensor  # [MOST_ROWS] int64
     slots: Tensor  # [MOST_ROWS] int64
-    wanted: Tensor  # [MOST_SEQUENCES] int64
+    wanted: Tensor  # [most wanted] int64
     block_origins: Tensor  # [MOST_SEQUENCES] int32
     cu_seqlens: Tensor  # [MOST_SEQUENCES + 1] int32
     nothing: Tensor  # [MOST_SEQUENCES] int32, zeros: cached lengths if nothing is cached
@@ -211,10 +213,9 @@ class _Inputs:
     page_table: Tensor  # [MOST_SEQUENCES, num_pages] int32, of cached tokens
 
     @classmethod
-    def empty(cls, device: torch.device, num_pages: int) -> _Inputs:
-        copied = torch.zeros(3 * MOST_ROWS + 2 * MOST_SEQUENCES + 1, dtype=torch.int64)
-        copied = copied.to(device)
-        lengths = [MOST_ROWS, MOST_ROWS, MOST_ROWS, MOST_SEQUENCES, MOST_SEQUENCES + 1]
+    def empty(cls, device: torch.device, most_wanted: int, num_pages: int) -> _Inputs:
+        lengths = [MOST_ROWS, MOST_ROWS, MOST_ROWS, most_wanted, MOST_SEQUENCES + 1]
+        copied = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
         token_ids, positions, slots, wanted, pairs = torch.split(copied, lengths)
         narrow = pairs.view(torch.int32)
         shape = (MOST_SEQUENCES * (1 + num_pages),)
@@ -248,9 +249,8 @@ class _Inputs:
         slots[:count] = packed.slots
         slots[count:bucket] = -1
         wanted = staged[3 * MOST_ROWS :]
-        kept = packed.wanted_rows[:MOST_SEQUENCES]  # a stage does not read them
-        wanted[: len(kept)] = kept
-        self._fill_sequences(wanted[MOST_SEQUENCES:].view(np.int32), parts)
+        wanted[: len(packed.wanted_rows)] = packed.wanted_rows
+        self._fill_sequences(wanted[len(self.wanted) :].view(np.int32), parts)
         _bring(staged, self.copied)
 
     def fill_contexts(self, parts: Sequence[Part], page_size: int) -> None:
