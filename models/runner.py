@@ -101,10 +101,13 @@ class ModelRunner:
             return list
         config = self.model.config
         packed = pack_parts(parts, page_size=self._page_size, shift=config.shift_logits)
-        hidden = self._forward(parts, packed, counts)
+        hidden, found = self._forward(parts, packed, counts)
         if not self.model.has_head:
             return list
-        drawn, logprobs = self._draw(parts, packed, hidden)
+        if found is None:
+            drawn, logprobs = self._draw(parts, packed, hidden)
+        else:
+            drawn, logprobs = _to_host(found), [None] * len(parts)
         kept = count(packed.num_candidates)
         boundaries = [
             hidden[next(kept)].clone() if packed.keeps_boundary(part) else None for part in parts
@@ -134,12 +137,12 @@ class ModelRunner:
 
     def _forward(
         self, parts: Sequence[Part], packed: PackedParts, counts: RowCounts | None
-    ) -> Tensor:
-        """Hidden rows [candidates + kept boundaries, H]."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden rows [candidates + kept boundaries, H], and what a graph has drawn from them."""
         if self._graphs is not None and self._graphs.takes(parts):
-            hidden = self._graphs.run(parts, packed)
+            found = self._graphs.run(parts, packed)
             self._show()
-            return hidden
+            return found
         attention = make_attention_batch(
             [len(part.token_ids) for part in parts],
             [part.start + part.num_behind for part in parts],
@@ -156,16 +159,9 @@ class ModelRunner:
         else:
             cut = self.model.prompts.begin(parts, packed, self.model.device, self._to_device)
             token_ids, positions, slots, wanted = cut
-        return self.model.forward(
-            token_ids,
-            positions,
-            attention,
-            self._kv,
-            slots,
-            last_rows=wanted,
-            stored=self._stored,
-            counts=counts,
-        )
+        given = (token_ids, positions, attention, self._kv, slots)
+        stored = self._stored
+        return self.model.forward(*given, last_rows=wanted, stored=stored, counts=counts), None
 
     def _stored(self, layer: int) -> None:
         if self._marks is not None:

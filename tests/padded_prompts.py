@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Callable
 
 from effuse.kernels.attention_batch import AttentionBatch, make_attention_batch
-from effuse.models.prompt_graphs import MOST_SEQUENCES, PromptGraphs, _Bucket
-
-
-class _Launches:
-    """The launches that a graph would replay."""
-
-    def __init__(self, graphs: PaddedPrompts, bucket: _Bucket) -> None:
-        self._graphs = graphs
-        self._bucket = bucket
-        self.hidden: Tensor = graphs._forward(bucket)
-
-    def replay(self) -> None:
-        self.hidden.copy_(self._graphs._forward(self._bucket))
+from effuse.models.prompt_graphs import (
+    MOST_SEQUENCES,
+    Captured,
+    Outputs,
+    PromptGraphs,
+    _Bucket,
+)
 
 
 class PaddedPrompts(PromptGraphs):
     """The same without a GPU, where padding must be a separate sequence."""
 
-    def _capture(self, bucket: _Bucket) -> Any:
-        self._inputs.clear()
-        launches = _Launches(self, bucket)
-        return launches, launches.hidden
+    def _capture(self, run: Callable[[], Outputs]) -> Captured:
+        outputs = run()
+
+        def replay() -> None:
+            for output, found in zip(outputs, run(), strict=True):
+                output.copy_(found)
+
+        return replay, outputs
 
     def _attention(self, bucket: _Bucket) -> AttentionBatch:
         inputs = self._inputs

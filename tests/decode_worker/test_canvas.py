@@ -47,7 +47,7 @@ class CountingGraphs(PaddedPrompts):
 
     num_runs = 0
 
-    def run(self, parts: Sequence[Part], packed: PackedParts) -> Tensor:
+    def run(self, parts: Sequence[Part], packed: PackedParts) -> tuple[Tensor, Tensor | None]:
         self.num_runs += 1
         return super().run(parts, packed)
 

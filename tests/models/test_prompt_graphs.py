@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from models.test_stages import places
 from operators import child
 from padded_prompts import PaddedPrompts
 
+from effuse.config.decoding import Sampling
+from effuse.kernels.values import ScoreCode
 from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.models.config import ModelConfig
 from effuse.models.prompt_graphs import MOST_ROWS, MOST_SEQUENCES, PromptGraphs
@@ -193,6 +196,69 @@ def test_graphs_go_on_from_cached_tokens_as_launches_do(
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=20 * bound)
 
 
+def steps_after(parts: Sequence[Part], mask: int, hidden_size: int) -> list[Part]:
+    """Denoise steps of sequences with different settings, some of which begin with a candidate
+    of a vector."""
+    wanted = (0, 2, 3), (0, 2, 3), (1,)
+    settings = Sampling(temperature=0.7, top_p=0.8, top_k=9, seed=4), Sampling(), Sampling(top_k=1)
+    codes = ScoreCode.CONFIDENCE, ScoreCode.MARGIN, ScoreCode.NEG_ENTROPY
+    return [
+        replace(
+            part,
+            token_ids=[mask, 6, mask, mask],
+            start=len(part.token_ids),
+            num_stored=0,
+            block_origin=0,
+            candidates=[len(part.token_ids) + at for at in wanted[number]],
+            denoise_counts=[1 + at for at in wanted[number]],
+            boundary=torch.linspace(-1, 1, hidden_size),
+            keep_boundary=False,
+            sampling=settings[number],
+            score=codes[number],
+        )
+        for number, part in enumerate(parts)
+    ]
+
+
+def of_stages(
+    path: Path, device: str, dtype: torch.dtype, *, padded: bool
+) -> tuple[list[list[PartResult]], set[int]]:
+    """The last stage's results of prompts and steps, and the sizes of graphs that drew."""
+    for place in places(ModelConfig.from_dir(path), 2):
+        model = load_model(path, device=device, dtype=dtype, block_size=BLOCK, place=place)
+        runner, _ = make(model, padded=padded, uses_graphs=device == "cuda")
+        given = prompts(model, (20, 8, 40))
+        steps = steps_after(given, model.config.mask_token_id, model.config.hidden_size)
+        asked = [replace(steps[0], num_logprobs=2), *steps[1:]]
+        full = [*steps * 9, steps[2]]  # 64 candidates
+        waves = given, full, steps * 10, steps, steps[1:], [*given[:1], steps[1]], asked, steps[2:]
+        found = [runner.run(parts) for parts in waves]
+        assert model.has_head or found == [[]] * len(waves)
+    graphs = runner._graphs
+    return found, set() if graphs is None else {k for k in graphs._graphs if isinstance(k, int)}
+
+
+@pytest.mark.parametrize("architecture", ["sdar", "dream"])
+def test_stages_draw_on_padded_rows_what_is_drawn_one_by_one(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    """Settings, rows and vectors of a larger forward before are no longer there."""
+    torch.set_num_threads(1)
+    path = write_tiny_checkpoint(tmp_path, architecture, gain=0.5, sizes=SIZES)
+    (usual, _), (other, sizes) = (
+        of_stages(path, "cpu", torch.float32, padded=padded) for padded in (False, True)
+    )
+    assert sizes == {64, 128}
+    for mine, theirs in zip(chain(*other), chain(*usual), strict=True):
+        assert mine.tokens == theirs.tokens
+        assert mine.confidences == pytest.approx(theirs.confidences, abs=1e-5)
+        assert mine.scores == pytest.approx(theirs.scores, abs=1e-4)
+        assert (mine.logprobs is None) == (theirs.logprobs is None)
+        assert (mine.boundary is None) == (theirs.boundary is None)
+        if mine.boundary is not None and theirs.boundary is not None:
+            torch.testing.assert_close(mine.boundary, theirs.boundary, rtol=0, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -201,29 +267,10 @@ def test_stages_of_a_pipeline_also_denoise_by_graphs(
     tmp_path: Path, architecture: Architecture, dtype: torch.dtype
 ) -> None:
     path = write_tiny_checkpoint(tmp_path, architecture, gain=0.5, sizes=SIZES)
-    both: list[list[list[PartResult]]] = []
-    for uses_graphs in (False, True):
-        for place in places(ModelConfig.from_dir(path), 2):
-            model = load_model(path, device="cuda", dtype=dtype, block_size=BLOCK, place=place)
-            runner, _ = make(model, padded=uses_graphs, uses_graphs=True)
-            given = prompts(model, (20, 8, 40))
-            steps = [
-                replace(
-                    part,
-                    token_ids=[5, 6, model.config.mask_token_id, model.config.mask_token_id],
-                    start=len(part.token_ids),
-                    num_stored=0,
-                    block_origin=0,
-                    candidates=range(len(part.token_ids) + 2, len(part.token_ids) + 4),
-                    denoise_counts=[0, 0],
-                    keep_boundary=False,
-                )
-                for part in given
-            ]
-            found = [runner.run(parts) for parts in (given, steps, steps[1:], steps)]
-            assert model.has_head or found == [[]] * 4
-        both.append(found)
-    for one, other in zip(*both, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            assert mine.confidences == pytest.approx(theirs.confidences, abs=0.05)
-            assert dtype != torch.float32 or mine.tokens == theirs.tokens
+    (usual, _), (other, sizes) = (
+        of_stages(path, "cuda", dtype, padded=padded) for padded in (False, True)
+    )
+    assert sizes == {64, 128}
+    for mine, theirs in zip(chain(*other), chain(*usual), strict=True):
+        assert mine.confidences == pytest.approx(theirs.confidences, abs=0.05)
+        assert dtype != torch.float32 or mine.tokens == theirs.tokens
