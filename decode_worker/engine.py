@@ -63,7 +63,7 @@ class DecodeEngine:
         self._now = now
         self._max_request_s = max_request_s
         self.roster = Roster(executor, pool, cache, intake.limits)
-        overlaps = executor.num_parts > 1
+        overlaps = executor.num_parts(1) > 1
         self.room = Room(intake.limits.max_num_batched_tokens, overlaps=overlaps)
         self._aborted = Tombstones()
         self._outbox = Outbox()

@@ -135,10 +135,9 @@ class Executor:
         """Whether a step was launched whose results were not read."""
         return bool(self._results or self._begun or (self._slots and self._slots.stepper.num_ahead))
 
-    @property
-    def num_parts(self) -> int:
+    def num_parts(self, num_requests: int) -> int:
         """Parts into which requests are divided, so that each stage of a pipeline has one."""
-        return 1 if self._pipeline is None else self._pipeline.most_begun
+        return 1 if self._pipeline is None else self._pipeline.num_parts(num_requests)
 
     def is_under_way(self, request: DecodeRequest) -> bool:
         """Whether it is in a forward of the pipeline that has not been read."""

@@ -238,7 +238,7 @@ class Roster:
             demands,
             num_free=self._pool.num_free,
             limits=self._limits,
-            most_requests=-(-len(running) // executor.num_parts),
+            most_requests=-(-len(running) // executor.num_parts(len(running))),
             count_freed=lambda gone: self._pool.count_freed(running[at].pages for at in gone),
             prompt_rows=room.look(running, demands, now()),
         )

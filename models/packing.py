@@ -44,8 +44,11 @@ class PackedParts:
         return self.shift and part.keep_boundary and part.num_stored > 0
 
 
-def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedParts:
-    """Lay out parts. With `shift`, position p is predicted by the row of p - 1.
+def pack_parts(
+    parts: Sequence[Part], *, page_size: int, shift: bool, has_head: bool = True
+) -> PackedParts:
+    """Lay out parts. With `shift`, position p is predicted by the row of p - 1. A stage without the
+    head wants no rows.
 
     Raises ValueError for a candidate outside its part's rows, or one that needs a boundary or a
     denoise count that the part lacks.
@@ -55,7 +58,8 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
     boundary_candidates: list[tuple[int, Tensor]] = []
     kept: list[int] = []
     num_candidates = 0
-    for part, first in zip(parts, first_rows[:-1].tolist(), strict=True):
+    asking = parts if has_head else ()
+    for part, first in zip(asking, first_rows[:-1].tolist(), strict=has_head):
         if len(part.candidates) > 0:
             rows = _candidate_rows(part, shift)
             for index in np.flatnonzero(rows < 0).tolist():
@@ -64,7 +68,7 @@ def pack_parts(parts: Sequence[Part], *, page_size: int, shift: bool) -> PackedP
             num_candidates += len(rows)
         if shift and part.keep_boundary and part.num_stored > 0:
             kept.append(first + part.num_stored - 1)
-    integers, floats = _sampling(parts)
+    integers, floats = _sampling(asking)
     return PackedParts(
         token_ids=np.concatenate([np.asarray(part.token_ids, np.int64) for part in parts]),
         positions=np.concatenate([_positions(part, len(part.token_ids)) for part in parts]),

@@ -101,6 +101,9 @@ class Pipeline(Protocol[BegunT]):
 
     most_begun: int
 
+    def num_parts(self, num_requests: int) -> int:
+        """Forwards into which so many requests are best divided."""
+
     def begin(self, parts: Sequence[Part]) -> BegunT:
         """Begins a forward."""
 

@@ -100,7 +100,8 @@ class ModelRunner:
         if not parts:
             return list
         config = self.model.config
-        packed = pack_parts(parts, page_size=self._page_size, shift=config.shift_logits)
+        kind = {"shift": config.shift_logits, "has_head": self.model.has_head}
+        packed = pack_parts(parts, page_size=self._page_size, **kind)
         hidden, found = self._forward(parts, packed, counts)
         if not self.model.has_head:
             return list

@@ -7,7 +7,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from effuse.worker.rank_messages import (
 from effuse.worker.ranks import Ranks
 
 T = TypeVar("T")
+FILLING: Final = 8  # requests whose rows fill a device
 _FAILURES = (ArrivalRefused, PushFailed)
 _SUCCESSES = (Arrived, Pushed)
 
@@ -58,7 +59,6 @@ class BegunForward:
     num_sent: int  # commands up to it
     progress: ForwardProgress | None
     own: Callable[[], list[PartResult]] | None = None  # once launched here: waits for its results
-    results: list[PartResult] | None = None
 
 
 class GroupRunner:
@@ -83,6 +83,11 @@ class GroupRunner:
         self._number = 0  # of the next forward
         self._progress: ForwardProgress | None = None  # of the next forward
         self._begun: deque[BegunForward] = deque()  # not launched here yet, oldest first
+
+    def num_parts(self, num_requests: int) -> int:
+        """As many as there are stages, and one more if each still has rows to fill a device."""
+        has_more = num_requests >= self.most_begun * FILLING
+        return self.most_begun if has_more else self.most_begun - self._is_ahead
 
     def progress(self) -> ForwardProgress:
         """How far the next forward is on the leader's device."""
@@ -109,9 +114,12 @@ class GroupRunner:
             self._launch()
         if self._is_ahead and self._begun and self._ranks.sent_rows(self._begun[0].number):
             self._launch()
-        if begun.results is None:
-            begun.results = self._results(begun, begun.own)
-        return begun.results
+        results = self._guarded(begun.own)
+        self._ranks.confirm(begun.num_sent)
+        if self._runner.model.replicas is None:
+            return results
+        of_replica = [iter(results), *map(iter, self._ranks.computed(begun.number))]
+        return [next(of_replica[part.replica]) for part in begun.parts]
 
     def _launch(self) -> None:
         """Launches the leader's part of the oldest forward."""
@@ -123,16 +131,6 @@ class GroupRunner:
         if begun.progress is not None:
             begun.progress.stored = self._runner.progress()
         begun.own = self._guarded(lambda: self._runner.launch(begun.parts))
-
-    def _results(
-        self, begun: BegunForward, own: Callable[[], list[PartResult]]
-    ) -> list[PartResult]:
-        results = self._guarded(own)
-        self._ranks.confirm(begun.num_sent)
-        if self._runner.model.replicas is None:
-            return results
-        of_replica = [iter(results), *map(iter, self._ranks.computed(begun.number))]
-        return [next(of_replica[part.replica]) for part in begun.parts]
 
     def _guarded(self, work: Callable[[], T]) -> T:
         try:
