@@ -80,16 +80,16 @@ class PromptCost(NamedTuple):
     """The prompt of an answer."""
 
     tokens: int = 1
-    seconds: float = 0.0  # of a worker without answers, if gaps have an objective
+    seconds: float | None = None  # of a worker without answers; 0: not known; None: no objective
 
     def is_sooner(self, decode: WorkerRecord, own: int, others: int) -> bool:
-        """Whether `decode`, whose rate is known, is done with it before a prefill worker; `own` and
-        `others`: tokens that wait at both. A bidirectional prompt has to fit into one gap."""
+        """Whether `decode` is known to be done with it before a prefill worker; `own` and `others`:
+        tokens that wait at both. A bidirectional prompt has to fit into one gap."""
         load, is_whole = decode.load, decode.model.prompt_attention == "bidirectional"
         if is_whole and self.tokens > load.prompt_piece:
             return False
-        own_s = (own + self.tokens) / load.prompt_rate
-        return own_s < (others + self.tokens) * self.seconds / self.tokens
+        seconds = (others + self.tokens) * (self.seconds or 0.0) / self.tokens
+        return own + self.tokens < seconds * load.prompt_rate
 
 
 class AttemptNeeds(Struct, frozen=True, kw_only=True):
@@ -356,14 +356,13 @@ def _prefers_itself(decode: Candidate, prefill: Candidate, need: AttemptNeeds) -
     if need.mode != "auto" or not _may_prefill_more(decode):
         return False
     own, others = _prefill_score(decode, need), _prefill_score(prefill, need)
-    record = decode.record
-    if need.prompt.seconds and record.load.prompt_rate:
-        return need.prompt.is_sooner(record, own[1], others[1])
-    known = _known_tokens(decode, need)
+    record, prompt = decode.record, need.prompt
+    is_both = record.role == "both"
+    if prompt.seconds is not None and (not is_both or prompt.seconds * record.load.prompt_rate):
+        return prompt.is_sooner(record, own[1], others[1])
+    knows_more = _known_tokens(decode, need) > _known_tokens(prefill, need)
     most_rows = record.capacity.max_num_seqs * record.model.block_size  # of all its answers
-    fits = decode.in_flight.to_prefill + need.prompt.tokens - known <= most_rows
-    knows_more = known > _known_tokens(prefill, need) and fits
-    return own < others and (record.role == "both" or knows_more)
+    return own < others and (is_both or (knows_more and own[1] + prompt.tokens <= most_rows))
 
 
 def _decode_score(

@@ -110,6 +110,32 @@ def test_without_an_objective_a_decode_worker_takes_the_rest_of_what_it_knows(
     assert names(remote) == ("p0", "d0")
 
 
+@pytest.mark.parametrize("rate", [0, 500])
+@pytest.mark.parametrize(
+    ("seconds", "queued", "is_own"),
+    [
+        (None, 0, True),
+        (None, 200, False),  # prompts of other routers wait there
+        (0.0, 0, False),  # with an objective for gaps, what it knows is not enough
+        (10.0, 0, True),
+    ],
+)
+def test_a_decode_worker_that_knows_more_keeps_its_gaps(
+    *, rate: int, seconds: float | None, queued: int, is_own: bool
+) -> None:
+    prefill, decode = fleet(waits=0, rate=rate)
+    load = replace(decode.record.load, prefix_queries=1, queued_tokens=queued)
+    decode = replace(decode, record=replace(decode.record, load=load))
+    need = AttemptNeeds(
+        model="fake",
+        mode="auto",
+        cached={decode.record.life: 512},
+        prompt=PromptCost(512 + ROWS - 100, seconds),
+    )
+    is_own = is_own and (seconds is None or rate > 0)
+    assert names(place([prefill, decode], need)) == (None if is_own else "p0", "d0")
+
+
 @pytest.mark.parametrize("mode", ["remote", "local"])
 def test_other_modes_do_not_ask(mode: str) -> None:
     need = AttemptNeeds(model="fake", mode=mode, prompt=COST)  # type: ignore[arg-type]
