@@ -222,11 +222,10 @@ class AnswerRun:
         """Notes that a decode worker should have the KV of an answer, with which the next turn of a
         chat begins. A bidirectional prompt is reused only as a whole."""
         request, decode = self._request, placement.decode
-        keys = request.prompt.prefix_keys
-        if keys and decode.model.prompt_attention != "bidirectional":
+        if decode.model.prompt_attention == "causal_blocks":
             tokens = [*request.prompt.token_ids, *request.answer.token_ids]
-            more = keys_of(tokens, request.tenant.name, keys)[len(keys) :]
-            self._router.fleet.prompts.note(more, [decode.life])
+            keys = keys_of(tokens, request.tenant.name, request.prompt.prefix_keys)
+            self._router.fleet.prompts.note(keys, [decode.life])
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request

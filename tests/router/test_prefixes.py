@@ -141,16 +141,21 @@ def test_a_prompt_is_queued_at_its_prefill_worker_until_its_kv_is_complete() -> 
     asyncio.run(main())
 
 
+def keep_prefixes(fleet: FakeFleet, attention: str = "causal_blocks") -> None:
+    """Its workers do so, before they are announced."""
+    model = replace(model_info(), prompt_attention=attention, max_model_len=1024)
+    for worker in fleet.workers:
+        load = replace(worker.record.load, prefix_queries=1)
+        worker.record = replace(worker.record, model=model, load=load)
+
+
 def test_prompts_that_begin_alike_go_to_one_worker_and_others_in_turns() -> None:
     async def body(fleet: FakeFleet) -> None:
         async def ask(text: str) -> str:
             answer = await fleet.generation.Generate(pb.GenerateRequest(prompt=text), timeout=30)
             return answer.stats.prefill_worker
 
-        model = replace(model_info(), prompt_attention="causal_blocks")
-        for worker in fleet.workers:
-            load = replace(worker.record.load, prefix_queries=1)
-            worker.record = replace(worker.record, model=model, load=load)
+        keep_prefixes(fleet)
         await fleet.announce()
         long = "how many? " * 20
         first = await ask(long)
@@ -160,26 +165,29 @@ def test_prompts_that_begin_alike_go_to_one_worker_and_others_in_turns() -> None
     run(body, num_prefill=2)
 
 
-@pytest.mark.parametrize("attention", ["causal_blocks", "bidirectional"])
-def test_a_decode_worker_takes_the_next_turn_of_a_chat(attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "length"),
+    [("causal_blocks", UNIT), ("causal_blocks", UNIT // 2), ("bidirectional", UNIT)],
+)
+def test_a_decode_worker_takes_the_next_turn_of_a_chat(attention: str, length: int) -> None:
     """Only it has the KV of the answer before, which a bidirectional prompt cannot reuse."""
 
     async def body(fleet: FakeFleet) -> None:
-        for worker in fleet.workers:
-            load = replace(worker.record.load, prefix_queries=1)
-            model = replace(model_info(), prompt_attention=attention)
-            worker.record = replace(worker.record, model=model, load=load)
-        answer = "b" * UNIT
+        keep_prefixes(fleet, attention)
+        begun, answer = "a" * length, "b" * UNIT
         fleet.decode[0].answer = ids_of(answer)
         await fleet.announce()
-        workers = []
-        for turns in (["a" * UNIT], ["a" * UNIT, "c" * UNIT], ["a" * UNIT, answer, "d"]):
-            asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids_of("".join(turns))))
+        workers, is_causal = [], attention == "causal_blocks"
+        for prompt in (begun, begun + "c" * UNIT, begun + answer + "d"):
+            asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=ids_of(prompt)))
             asked.stopping.max_tokens = UNIT
             got = await fleet.generation.Generate(asked, timeout=30)
             assert got.text == answer
             workers.append(got.stats.prefill_worker)
-        assert workers == ["p0", "p0", "" if attention == "causal_blocks" else "p0"]
+        assert workers == ["p0", "p0", "" if is_causal else "p0"]
+        keys = keys_of(ids_of(begun + answer + "d" + answer), "")
+        latest = (*reversed(fleet.router.fleet.prompts._notes),)[: len(keys)]
+        assert not is_causal or latest == keys, "the end is forgotten first"
 
     run(body)
 
@@ -191,10 +199,7 @@ def test_a_router_learns_from_an_answer_that_a_prompt_was_dropped(
 
     async def body(fleet: FakeFleet) -> None:
         known, asked = fleet.router.fleet.prompts, pb.GenerateRequest(prompt="how many? " * 22)
-        for worker in fleet.workers:
-            load = replace(worker.record.load, prefix_queries=1)
-            model = replace(model_info(), prompt_attention="causal_blocks")
-            worker.record = replace(worker.record, model=model, load=load)
+        keep_prefixes(fleet)
         await fleet.announce()
         for later_s, refuted in ((0.0, 0), (1.0, 0), (2 * REFUTED_S, 1)):
             monkeypatch.setattr(known, "_now", lambda later_s=later_s: time.monotonic() + later_s)
