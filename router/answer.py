@@ -225,7 +225,7 @@ class AnswerRun:
         if decode.model.prompt_attention == "causal_blocks":
             tokens = [*request.prompt.token_ids, *request.answer.token_ids]
             keys = keys_of(tokens, request.tenant.name, request.prompt.prefix_keys)
-            self._router.fleet.prompts.note(keys, [decode.life])
+            self._router.fleet.prompts.note(keys, [decode.life], is_over=True)
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:
         request = self._request

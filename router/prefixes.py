@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,9 @@ from effuse.router.policy import WorkerLife
 LOG: Final = logging.getLogger(__name__)
 
 UNIT: Final = 64
-"""Tokens that are looked at as one; a worker's own units are finer."""
+"""Tokens that are looked at as one."""
+MOST_UNIT: Final = 512
+"""Tokens in a worker's largest units. Of the last one it may have nothing."""
 MOST_KNOWN: Final = 1 << 16
 """Units that are remembered, the latest: 4 million tokens."""
 
@@ -54,10 +57,11 @@ MOST_BYTES: Final = 2 << 20
 
 
 class Note(NamedTuple):
-    """When a worker last used a unit, on this router's clock, and whether this router sent it."""
+    """A worker's last use of a unit, on this router's clock."""
 
     used_at: float
-    is_own: bool
+    is_own: bool  # this router sent it
+    is_over: bool = False  # the request has ended
 
 
 class KnownPrefix(NamedTuple):
@@ -66,12 +70,14 @@ class KnownPrefix(NamedTuple):
     own: int = 0
     shared: int = 0
     used_at: float = 0.0  # the last use of the last unit of these
+    is_over: bool = False  # as in its note
+    claimed_at: float = 0.0
 
     def is_refuted(self, found: int, now: float) -> bool:
         """Whether the worker had so few tokens that it has dropped the rest. A younger claim may
-        be of a prompt that is still computed. Units of workers may be larger than ours."""
-        is_old = now - self.used_at > REFUTED_S
-        return is_old and 2 * (found + UNIT) < self.own + self.shared
+        be of a prompt that is still computed, unless the request is over."""
+        is_complete = self.is_over or now - self.used_at > REFUTED_S
+        return is_complete and 2 * (found + MOST_UNIT / 2) < self.own + self.shared
 
 
 NOTHING_KNOWN: Final = KnownPrefix()
@@ -103,7 +109,8 @@ class SentPrefixes:
         self._most = most
         self._notes: OrderedDict[bytes, dict[WorkerLife, Note]] = OrderedDict()
         self._unshared: dict[bytes, tuple[WorkerLife, ...]] = {}  # that Redis lacks
-        self._dropped: dict[WorkerLife, float] = {}  # they have dropped all that they used before
+        self._dropped: dict[WorkerLife, tuple[float, float]] = {}
+        """Of the youngest wrong claims: the last uses, and the times of the claims."""
         self.num_refuted = 0  # claims
 
     def __len__(self) -> int:
@@ -113,10 +120,12 @@ class SentPrefixes:
     def num_unshared(self) -> int:
         return len(self._unshared)
 
-    def note(self, keys: Sequence[bytes], lives: Sequence[WorkerLife]) -> None:
-        """A prompt of these keys goes to these workers."""
-        note, lives = Note(self._now(), is_own=True), tuple(lives)
-        stale_at = note.used_at - REFRESH_S
+    def note(
+        self, keys: Sequence[bytes], lives: Sequence[WorkerLife], *, is_over: bool = False
+    ) -> None:
+        """A prompt of these keys goes to these workers or, if `is_over`, has been there."""
+        note, lives = Note(self._now(), is_own=True, is_over=is_over), tuple(lives)
+        stale_at = {one: max(note.used_at - REFRESH_S, self._kept_since(one)) for one in lives}
         for key in reversed(keys):  # so that shorter prefixes are remembered for longer
             new, notes = lives, self._notes.get(key)
             if notes is None:
@@ -124,7 +133,7 @@ class SentPrefixes:
             else:
                 self._notes.move_to_end(key)
                 new = tuple(
-                    one for one in lives if one not in notes or notes[one].used_at < stale_at
+                    one for one in lives if one not in notes or notes[one].used_at <= stale_at[one]
                 )
                 _renew(notes, new, note)
             if new:
@@ -146,28 +155,38 @@ class SentPrefixes:
         else:
             found |= dict.fromkeys(alive, (number + 1) * UNIT)
         for life in found.keys() & self._dropped.keys():
-            last = found[life] // UNIT
-            while last and self._notes[keys[last - 1]][life].used_at <= self._dropped[life]:
+            last, since = found[life] // UNIT, self._kept_since(life)
+            while last and self._notes[keys[last - 1]][life].used_at <= since:
                 last -= 1
             found[life] = last * UNIT
         return found
 
     def claim(self, keys: Sequence[bytes], life: WorkerLife) -> KnownPrefix:
         """Tokens of such a prompt that this worker should have."""
-        number, num_own, used_at = self.cached(keys).get(life, 0) // UNIT, 0, 0.0
-        for key in keys[:number]:
-            used_at, is_own = self._notes[key][life]
-            num_own += UNIT if is_own else 0
-        return KnownPrefix(num_own, number * UNIT - num_own, used_at)
+        number = self.cached(keys).get(life, 0) // UNIT
+        notes = [self._notes[key][life] for key in keys[:number]]
+        if not notes:
+            return NOTHING_KNOWN
+        num_own, last = UNIT * sum(one.is_own for one in notes), notes[-1]
+        num_shared = number * UNIT - num_own
+        return KnownPrefix(num_own, num_shared, last.used_at, last.is_over, self._now())
 
     def check(self, claim: KnownPrefix, life: WorkerLife, found: int) -> None:
         """A worker had so many tokens of a prompt. If a claim was wrong, so are older ones, because
-        workers drop the least recently used ones first."""
+        workers drop the least recently used ones first. For a while others of its age are, too."""
         if claim.is_refuted(found, self._now()):
             self.num_refuted += 1
-            self._dropped[life] = max(claim.used_at, self._dropped.get(life, 0.0))
+            if claim.used_at > self._kept_since(life):
+                self._dropped[life] = claim.used_at, claim.claimed_at
             while len(self._dropped) > self._most:
                 del self._dropped[next(iter(self._dropped))]
+
+    def _kept_since(self, life: WorkerLife) -> float:
+        """The worker has dropped what it had used by then."""
+        if (dropped := self._dropped.get(life)) is None:
+            return -math.inf
+        used_at, claimed_at = dropped
+        return used_at + min(self._now() - claimed_at, REFUTED_S)
 
     # Of several routers.
 
@@ -183,7 +202,7 @@ class SentPrefixes:
             return [(life, notes[life]) for life in one[1] if life in notes]
 
         for held, units in groupby(taken, holders):
-            workers = tuple(PrefixHolder(*life, round(now - at, 3)) for life, (at, _) in held)
+            workers = tuple(PrefixHolder(*life, round(now - one.used_at, 3)) for life, one in held)
             groups.append(PrefixGroup(b"".join([key for key, _ in units]), workers))
         return PrefixNotes(tuple(groups))
 

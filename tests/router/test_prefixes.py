@@ -16,6 +16,7 @@ from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, p
 from effuse.router.prefixes import (
     EXCHANGE_S,
     MOST_TOGETHER,
+    MOST_UNIT,
     REBUILD_S,
     REFRESH_S,
     REFUTED_S,
@@ -198,7 +199,7 @@ def test_a_router_learns_from_an_answer_that_a_prompt_was_dropped(
     """The fakes report 2 tokens."""
 
     async def body(fleet: FakeFleet) -> None:
-        known, asked = fleet.router.fleet.prompts, pb.GenerateRequest(prompt="how many? " * 22)
+        known, asked = fleet.router.fleet.prompts, pb.GenerateRequest(prompt="how many? " * 66)
         keep_prefixes(fleet)
         await fleet.announce()
         for later_s, refuted in ((0.0, 0), (1.0, 0), (2 * REFUTED_S, 1)):
@@ -339,23 +340,55 @@ def test_notes_that_no_router_wrote_are_ignored(caplog: pytest.LogCaptureFixture
     assert len(sent) == 4 and "expected 16 bytes each, got 3" in caplog.text
 
 
+def long(first: int) -> tuple[bytes, ...]:
+    return keys_of([first] * 12 * UNIT, "")
+
+
 def test_a_worker_that_had_dropped_a_prompt_has_dropped_older_ones_too() -> None:
     clock = Clock()
-    sent = SentPrefixes(clock)
-    old, middle, new = (keys_of([at, *PROMPT[1:]], "") for at in range(3))
+    sent, known = SentPrefixes(clock), 12 * UNIT
+    old, middle, new = map(long, range(3))
     for keys in (old, middle, new):
         sent.note(keys, [P0, P1])
         clock.now += 50
     young = sent.claim(new, P0)
     sent.check(young, P0, found=0)
-    assert sent.cached(old) == {P0: 4 * UNIT, P1: 4 * UNIT}, "it may still be computed"
+    assert sent.cached(old) == {P0: known, P1: known}, "it may still be computed"
     claim = sent.claim(middle, P0)
-    sent.check(claim, P0, found=2 * UNIT)
+    sent.check(claim, P0, found=known - MOST_UNIT)
     assert sent.num_refuted == 0, "a worker's units may be larger"
     sent.note(middle, [P0])
-    sent.check(claim, P0, found=UNIT // 2)
+    sent.check(claim, P0, found=UNIT)
     assert sent.num_refuted == 1
-    assert sent.cached(old) == {P0: 0, P1: 4 * UNIT} and sent.claim(old, P0) == KnownPrefix()
-    assert sent.cached(middle) == sent.cached(new) == {P0: 4 * UNIT, P1: 4 * UNIT}
+    assert sent.cached(old) == {P0: 0, P1: known} and sent.claim(old, P0) == KnownPrefix()
+    assert sent.cached(middle) == sent.cached(new) == {P0: known, P1: known}
     sent.note(old, [P0])
-    assert sent.cached(old)[P0] == 4 * UNIT, "it was computed again"
+    assert sent.cached(old)[P0] == known, "it was computed again"
+
+
+def test_what_an_ended_request_left_is_refuted_at_once_and_so_is_what_is_as_old() -> None:
+    """Until then a decode worker would compute whole prompts that it has dropped."""
+    clock = Clock()
+    sent, known = SentPrefixes(clock), 12 * UNIT
+    first, second, third = map(long, range(3))
+    sent.note(first[:2], [P0])
+    sent.note(first, [P0], is_over=True)
+    clock.now += 10
+    sent.note(second, [P0], is_over=True)
+    clock.now += 10
+    claim = sent.claim(first, P0)
+    clock.now += 5  # the worker looks later
+    sent.check(claim, P0, found=UNIT)
+    assert sent.num_refuted == 1 and sent.cached(first) == {P0: 0}
+    sent.note(first, [P0])
+    assert sent.cached(first) == {P0: known}, "it was computed again"
+    assert sent.cached(second) == {P0: known}, "it is younger"
+    clock.now += 5
+    assert sent.cached(second) == {P0: 0}
+    sent.note(third, [P0], is_over=True)
+    clock.now += 19
+    assert sent.cached(third) == {P0: known}
+    clock.now += 60
+    sent.note(third, [P0], is_over=True)
+    clock.now += 50
+    assert sent.cached(third) == {P0: known}, "the worker may keep more by now"
