@@ -112,7 +112,9 @@ class GroupRunner:
         """The results of a forward, after those before it. Raises GroupBroken, as `run`."""
         while begun.own is None:
             self._launch()
-        if self._is_ahead and self._begun and self._ranks.sent_rows(self._begun[0].number):
+        # Without candidates there is no wait, and the caller marks the end of this forward.
+        may_lead = self._is_ahead and any(len(part.candidates) for part in begun.parts)
+        if may_lead and self._begun and self._ranks.sent_rows(self._begun[0].number):
             self._launch()
         results = self._guarded(begun.own)
         self._ranks.confirm(begun.num_sent)

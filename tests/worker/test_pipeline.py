@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 from unittest.mock import Mock
 
@@ -17,9 +17,10 @@ from effuse.worker.rank_messages import Complete, ForwardProgress, RunParts
 from effuse.worker.rank_process import Rank
 from effuse.worker.ranks import Ranks
 
-PARTS = [
+PROMPTS = [
     [Part(token_ids=[at], start=0, pages=[at], num_stored=1, block_origin=0)] for at in range(4)
 ]
+PARTS = [[replace(part, candidates=[0])] for (part,) in PROMPTS]
 
 
 @dataclass
@@ -110,6 +111,14 @@ def test_a_device_goes_on_with_the_next_forward_while_results_are_applied() -> N
     assert [one.tokens for one in runner.end(begun[1])] == [[1]]
     assert leader.noted == [("read", 1), ("confirmed", 2)], "the third one's rows are not there"
     assert [one.tokens for one in runner.end(begun[2])] == [[2]]
+
+
+def test_a_prompts_end_does_not_wait_for_the_next_forward() -> None:
+    leader = Leader(device="cuda")
+    runner = leader.runner()
+    first, _ = (runner.begin(parts) for parts in (PROMPTS[0], PARTS[1]))
+    runner.end(first)
+    assert ("launch", 1) not in leader.noted
 
 
 def test_nothing_is_sent_to_complete_a_forward_if_the_leader_is_alone_in_its_stage() -> None:
