@@ -48,7 +48,7 @@ from effuse.router.client import (
     why_gone,
 )
 from effuse.router.findings import REQUEST_ID
-from effuse.router.prefixes import keys_of
+from effuse.router.prefixes import key_of_whole, keys_of
 from effuse.router.request import SHOWN, AnswerState, EarlyRequest, EncodedPrompt, Request
 from effuse.router.request_states import Event
 from effuse.router.router import Router
@@ -324,9 +324,8 @@ class _Handler:
         request.costs.queue_s = router.now() - request.arrived
         router.traces.record("queue", request.costs.queue_s)
         token_ids = await encode_prompt(asked, router.tokenizer)
-        prefix_keys = keys_of(token_ids, request.tenant.name)
-        if asked.model.prompt_attention != "causal_blocks":
-            prefix_keys = prefix_keys[-1:]  # a worker reuses only the whole prompt
+        is_causal = asked.model.prompt_attention == "causal_blocks"
+        prefix_keys = (keys_of if is_causal else key_of_whole)(token_ids, request.tenant.name)
         most_tokens = fit(len(token_ids), asked)
         most_rows = router.fleet.most_rows(asked.model.name, asked.settings.is_canvas)
         rows = fit_rows(len(token_ids), most_tokens, asked, most_rows)

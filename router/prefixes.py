@@ -32,6 +32,8 @@ LOG: Final = logging.getLogger(__name__)
 
 UNIT: Final = 64
 """Tokens that are looked at as one."""
+NO_TOKEN: Final = (1 << 32) - 1
+"""Fills the last unit of a prompt that is looked at as a whole."""
 MOST_UNIT: Final = 512
 """Tokens in a worker's largest units. Of the last one it may have nothing."""
 MOST_KNOWN: Final = 1 << 16
@@ -95,6 +97,11 @@ def keys_of(
         key = hashlib.blake2b(key + tokens, digest_size=KEY_BYTES).digest()
         keys.append(key)
     return tuple(keys)
+
+
+def key_of_whole(token_ids: Sequence[int], tenant: str) -> tuple[bytes, ...]:
+    """The one key of a prompt that workers reuse only as a whole."""
+    return keys_of([*token_ids, *[NO_TOKEN] * (-len(token_ids) % UNIT)], tenant)[-1:]
 
 
 class SentPrefixes:

@@ -11,7 +11,6 @@ from router.fake_model import ids_of, model_info, worker_record
 from router.fakes import FakeFleet, FakeStore, run
 
 from effuse.placement.records import KEY_BYTES, MOST_HOLDERS, Load
-from effuse.router.fleet import RoutedFleet
 from effuse.router.policy import AttemptNeeds, Candidate, InFlight, Placement, place
 from effuse.router.prefixes import (
     EXCHANGE_S,
@@ -117,31 +116,6 @@ def test_a_known_beginning_makes_up_for_as_many_pages_in_use() -> None:
     assert writes(9, keeps=0) == "d1", "it keeps nothing"
 
 
-class NoWorkers:
-    def workers(self) -> list[object]:
-        return []
-
-
-def test_a_prompt_is_queued_at_its_prefill_worker_until_its_kv_is_complete() -> None:
-    async def main() -> None:
-        fleet = RoutedFleet(NoWorkers(), "auto", lambda: 0.0)  # type: ignore[arg-type]
-        prefill, decode = worker_record("p0", "prefill"), worker_record("d0", "decode")
-        with fleet.counted(Placement(decode, prefill), 100, 20) as share:
-            assert fleet._in_flight[prefill.life].to_prefill == 100
-            share.end_prompt()
-            share.end_prompt()
-            assert fleet._in_flight[prefill.life] == InFlight(prompts=1, placed=1)
-            assert fleet._in_flight[decode.life].tokens == 120
-        assert fleet._in_flight[prefill.life] == InFlight(placed=1)
-        assert fleet._in_flight[decode.life] == InFlight(placed=1)
-        for known, left in ((64, 36), (100, 1), (128, 1)):
-            with fleet.counted(Placement(decode, None), 100, 20, known):
-                assert fleet._in_flight[decode.life] == InFlight(1, 120, to_prefill=left, placed=2)
-            fleet._in_flight[decode.life] = InFlight(placed=1)
-
-    asyncio.run(main())
-
-
 def keep_prefixes(fleet: FakeFleet, attention: str = "causal_blocks") -> None:
     """Its workers do so, before they are announced."""
     model = replace(model_info(), prompt_attention=attention, max_model_len=1024)
@@ -189,6 +163,20 @@ def test_a_decode_worker_takes_the_next_turn_of_a_chat(attention: str, length: i
         keys = keys_of(ids_of(begun + answer + "d" + answer), "")
         latest = (*reversed(fleet.router.fleet.prompts._notes),)[: len(keys)]
         assert not is_causal or latest == keys, "the end is forgotten first"
+
+    run(body)
+
+
+@pytest.mark.parametrize("length", [UNIT // 2, UNIT + 9])
+def test_a_bidirectional_prompt_is_known_only_as_a_whole(length: int) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        keep_prefixes(fleet, "bidirectional")
+        await fleet.announce()
+        known = []
+        for text in ("a" * length, "a" * length + "b", "a" * length):
+            await fleet.generation.Generate(pb.GenerateRequest(prompt=text), timeout=30)
+            known.append(fleet.metric("effuse_prefix_known_tokens_total", source="own"))
+        assert known == [0, 0, UNIT]
 
     run(body)
 

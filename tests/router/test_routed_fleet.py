@@ -208,3 +208,23 @@ def test_attempts_at_one_life_hold_one_record_without_what_changes() -> None:
     assert (held[0].decode.life, held[0].decode.model) == (decode.life, decode.model)
     other = fleet.held(Placement(replace(decode, role="both"), None))
     assert other.decode.role == "both" and other.prefill is None
+
+
+def test_a_prompt_is_queued_at_its_prefill_worker_until_its_kv_is_complete() -> None:
+    async def main() -> None:
+        fleet = RoutedFleet(View(), "auto", lambda: 0.0)
+        prefill, decode = worker("p0"), worker("d0")
+        with fleet.counted(Placement(decode, prefill), 100, 20) as share:
+            assert fleet._in_flight[prefill.life].to_prefill == 100
+            share.end_prompt()
+            share.end_prompt()
+            assert fleet._in_flight[prefill.life] == InFlight(prompts=1, placed=1)
+            assert fleet._in_flight[decode.life].tokens == 120
+        assert fleet._in_flight[prefill.life] == InFlight(placed=1)
+        assert fleet._in_flight[decode.life] == InFlight(placed=1)
+        for known, left in ((64, 36), (100, 1), (128, 1)):
+            with fleet.counted(Placement(decode, None), 100, 20, known):
+                assert fleet._in_flight[decode.life] == InFlight(1, 120, to_prefill=left, placed=2)
+            fleet._in_flight[decode.life] = InFlight(placed=1)
+
+    asyncio.run(main())
