@@ -271,7 +271,13 @@ def _kill_in_midst(
                 call.result()
             return None
         told = [client.look_up(name) for name in names]
-        hit = [one.request_id for one in told if victim in (one.prefill_worker, one.decode_worker)]
+        # A push without pages waits for nobody, and may have ended.
+        hit = [
+            one.request_id
+            for one, job in zip(told, jobs, strict=True)
+            if one.decode_worker == victim
+            or (one.prefill_worker == victim and len(job.prompt) >= PAGE)
+        ]
         if not 0 < len(hit) < len(jobs):
             receivers.close()
             for call in calls:
