@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from effuse.kernels.sampling import Logprobs
+from effuse.kernels.values import Candidates, RowSampling
 from effuse.models.group import RowCounts
 from effuse.models.part import HostLogprobs, Part, PartResult, TokenEdits
 
@@ -210,6 +212,28 @@ def count_rows(parts: Sequence[Part], num_replicas: int) -> RowCounts:
         rows[part.replica] += len(part.token_ids)
         wanted[part.replica] += len(part.candidates)
     return RowCounts(tuple(rows), tuple(wanted))
+
+
+def row_sampling(integers: Sequence[Tensor], floats: Tensor) -> RowSampling:
+    """Of R rows, from the columns of `PackedParts` on a device."""
+    top_k, seed, answer_index, position, denoise_count, score = integers
+    temperature, top_p = floats
+    return RowSampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k.int(),
+        seed=seed,
+        answer_index=answer_index,
+        position=position,
+        denoise_count=denoise_count,
+        score=score.to(torch.int8),
+    )
+
+
+def stacked(found: Candidates) -> Tensor:
+    """Tokens, confidences and scores [3, R] for one copy to the host. fp64 holds token ids and fp32
+    values exactly."""
+    return torch.stack([one.double() for one in (found.token, found.confidence, found.score)])
 
 
 def unpack_results(

@@ -23,7 +23,7 @@ from effuse.kernels.attention_batch import AttentionBatch
 from effuse.kernels.pages import LayerMarks
 from effuse.kernels.sampling import sample_confidence
 from effuse.kernels.values import RowSampling
-from effuse.models.packing import Integers, PackedParts
+from effuse.models.packing import Integers, PackedParts, row_sampling, stacked
 from effuse.models.part import Part
 from effuse.models.progress import progress_log
 from effuse.models.transformer import LayerKV, Transformer
@@ -160,9 +160,7 @@ class PromptGraphs:
             model.config.mask_token_id,
             top_k_first=model.config.top_k_first,
         )
-        # fp64 holds token ids and fp32 values exactly.
-        columns = (found.token, found.confidence, found.score)
-        return hidden, torch.stack([column.double() for column in columns])
+        return hidden, stacked(found)
 
     def _forward(self, bucket: _Bucket) -> Outputs:
         """Over the first rows of the inputs; rows without a sequence are padding."""
@@ -263,18 +261,7 @@ class _DrawInputs:
 
     def sampling(self, size: int) -> RowSampling:
         """Of the first rows."""
-        top_k, seed, answer_index, position, denoise_count, score = self.integers[:, :size]
-        temperature, top_p = self.floats[:, :size]
-        return RowSampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k.int(),
-            seed=seed,
-            answer_index=answer_index,
-            position=position,
-            denoise_count=denoise_count,
-            score=score.to(torch.int8),
-        )
+        return row_sampling(self.integers[:, :size].unbind(), self.floats[:, :size])
 
     def fill(self, packed: PackedParts, size: int) -> None:
         """Copies a forward's settings to the device, without waiting for it."""

@@ -26,6 +26,8 @@ from effuse.models.packing import (
     join_aligned,
     pack_edits,
     pack_parts,
+    row_sampling,
+    stacked,
     unpack_results,
 )
 from effuse.models.part import Part, PartResult
@@ -100,8 +102,12 @@ class ModelRunner:
         if not parts:
             return list
         config = self.model.config
-        kind = {"shift": config.shift_logits, "has_head": self.model.has_head}
-        packed = pack_parts(parts, page_size=self._page_size, **kind)
+        packed = pack_parts(
+            parts,
+            page_size=self._page_size,
+            shift=config.shift_logits,
+            has_head=self.model.has_head,
+        )
         hidden, found = self._forward(parts, packed, counts)
         if not self.model.has_head:
             return list
@@ -189,9 +195,7 @@ class ModelRunner:
             logits, candidates = self._candidates(parts, rows, packed, self._edits(parts))
         if candidates is None:
             return torch.empty(3, 0), [None] * len(parts)
-        # One copy to the host; fp64 holds token ids and fp32 values exactly.
-        columns = (candidates.token, candidates.confidence, candidates.score)
-        drawn = _to_host(torch.stack([c.double() for c in columns]))
+        drawn = _to_host(stacked(candidates))
         if logits is None:
             return drawn, [None] * len(parts)
         return drawn, _logprobs(parts, logits, candidates.token, self.model.config)
@@ -321,18 +325,7 @@ class ModelRunner:
 
     def _sampling(self, packed: PackedParts) -> RowSampling:
         integers = self._to_device(list(packed.sampling_integers))
-        top_k, seed, answer_index, position, denoise_count, score = integers
-        temperature, top_p = self._copied(packed.sampling_floats)
-        return RowSampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k.int(),
-            seed=seed,
-            answer_index=answer_index,
-            position=position,
-            denoise_count=denoise_count,
-            score=score.to(torch.int8),
-        )
+        return row_sampling(integers, self._copied(packed.sampling_floats))
 
     def _edits(self, parts: Sequence[Part]) -> LogitEdits | None:
         packed = pack_edits(parts)

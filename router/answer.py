@@ -46,7 +46,7 @@ from effuse.router.policy import (
     is_alone,
     what_is_missing,
 )
-from effuse.router.prefixes import NOTHING_KNOWN, keys_of
+from effuse.router.prefixes import NOTHING_KNOWN, UNIT, keys_of
 from effuse.router.request import Request
 from effuse.router.request_states import Event, State
 from effuse.router.router import Router
@@ -223,8 +223,9 @@ class AnswerRun:
         chat begins. A bidirectional prompt is reused only as a whole."""
         request, decode = self._request, placement.decode
         if decode.model.prompt_attention == "causal_blocks":
-            tokens = [*request.prompt.token_ids, *request.answer.token_ids]
-            keys = keys_of(tokens, request.tenant.name, request.prompt.prefix_keys)
+            begun = request.prompt.prefix_keys
+            rest = request.prompt.token_ids[len(begun) * UNIT :]
+            keys = keys_of([*rest, *request.answer.token_ids], request.tenant.name, begun)
             self._router.fleet.prompts.note(keys, [decode.life], is_over=True)
 
     def _begin_attempt(self, placement: Placement, share: AttemptShare) -> Attempt:

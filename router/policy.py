@@ -141,9 +141,9 @@ Fitting = dict[str, list[Candidate]]  # prefill workers by the text of their fin
 def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | None:
     """Picks the least loaded pair with a free seat; None if there is none.
 
-    `auto` lets decode prefill a few prompts at a time if no prefill worker fits, or none that fits
-    can hand over to it; `remote` never, `local` always. An answer whose prompt's KV is at a worker
-    goes there if it has a seat."""
+    `auto` lets decode prefill a few prompts at a time if no prefill worker can hand over to it, or
+    as of `_prefers_itself`; `remote` never, `local` always. An answer whose prompt's KV is at a
+    worker goes there if it has a seat."""
     usable = [c for c in candidates if _is_usable(c, need)]
     for candidate in usable:
         if candidate.record.life == need.beside and candidate.num_free_seats > 0:

@@ -89,10 +89,10 @@ def keys_of(
     token_ids: Sequence[int], tenant: str, begun: Sequence[bytes] = ()
 ) -> tuple[bytes, ...]:
     """Of each whole unit of a prompt, by the tenant and all tokens up to its end; `begun`: those of
-    its first units."""
+    the units before these tokens."""
     keys = list(begun)
     key = keys[-1] if keys else tenant.encode()
-    for end in range((len(keys) + 1) * UNIT, len(token_ids) + 1, UNIT):
+    for end in range(UNIT, len(token_ids) + 1, UNIT):
         tokens = array("I", token_ids[end - UNIT : end]).tobytes()
         key = hashlib.blake2b(key + tokens, digest_size=KEY_BYTES).digest()
         keys.append(key)

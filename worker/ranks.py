@@ -112,7 +112,7 @@ class Ranks:
         self._refusal: str | None = None
         self._failure: str | None = None
         self._suspicion: tuple[str, str, float] | None = None  # a failure, its kind and its time
-        self._is_closing, self._look_at = False, 0.0
+        self._is_closing, self._next_look = False, 0.0
         with contextlib.ExitStack() as self._ends:
             self._start(config, role, incarnation)
             self._ends = self._ends.pop_all()
@@ -240,7 +240,7 @@ class Ranks:
         return [digests for _, digests in sorted(self._moved.pop(number).items())]
 
     def events(self, rank: int) -> Sequence[ConnectorEvent]:
-        """Events of a rank's connector since the last call. Clears the signal of all ranks."""
+        """A rank's events since the last call; clears the signal, so take those of all ranks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event_signal)
         events = self._events[rank]
@@ -284,9 +284,9 @@ class Ranks:
 
     def _look_for_frozen(self, limit_s: float) -> None:
         """Breaks the group if a signal has stopped a rank for so long, also while it is idle."""
-        if (now := time.monotonic()) < self._look_at:  # it takes as long as several answers
+        if (now := time.monotonic()) < self._next_look:  # it takes as long as several answers
             return
-        self._look_at = now + _LOOK_MS / 1000
+        self._next_look = now + _LOOK_MS / 1000
         for rank, other in self._others.items():
             if other.process is not None and other.stopped.look(other.process.pid, now) > limit_s:
                 self._break(f"a signal has stopped rank {rank}", "stopped")

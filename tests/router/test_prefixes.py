@@ -40,7 +40,7 @@ def test_a_prompt_has_a_key_for_each_whole_unit_that_says_all_up_to_its_end() ->
     assert not set(keys_of(PROMPT, "")) & set(keys)
     assert keys_of(PROMPT[: UNIT - 1], "") == ()
     for number in range(4):
-        assert keys_of(PROMPT[:-1], "acme", keys[:number]) == keys
+        assert keys_of(PROMPT[number * UNIT : -1], "acme", keys[:number]) == keys
 
 
 def test_each_worker_has_as_much_as_was_sent_to_it_from_the_beginning() -> None:
