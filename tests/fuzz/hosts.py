@@ -129,6 +129,8 @@ class HostsSurface:
                 stack.callback(nodes.close)
                 hosts = [_host(context, stack, config) for _ in range(2)]
                 led.append(Led(nodes, hosts, settings_of(config)))
+            for one in led:
+                await _until_connected(one)
             yield Leaders(led)
             for one, config in zip(led, configs, strict=True):
                 await _check_answered(one, _host(context, stack, config))
@@ -153,6 +155,16 @@ def _config(secret: Path | None) -> DecodeConfig:
         tensor_parallel_size=HOSTS, nnodes=HOSTS, master_addr="127.0.0.1", master_port=port,
         fleet_secret=secret, device="cpu",
     )  # fmt: skip
+
+
+async def _until_connected(led: Led) -> None:
+    """The connections of the beginning are those that are held in the end."""
+    for _ in range(TRIES):
+        led.turn()
+        if len(led.nodes._control._connections) == len(led.hosts):
+            return
+        await asyncio.sleep(0.025)
+    raise AssertionError("a host is not connected")
 
 
 async def _check_answered(led: Led, honest: zmq.Socket[bytes]) -> None:

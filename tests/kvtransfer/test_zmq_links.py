@@ -326,3 +326,38 @@ def test_a_chunk_on_a_closed_connection_is_over_once_zmq_has_let_its_memory_go()
             assert time.monotonic() < deadline
         assert all(view() is None for view in sent)
     context.term()
+
+
+def test_peers_that_say_nothing_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill worker is connected to every decode worker of its fleet: to ask each of hundreds
+    takes milliseconds, in every turn of a handoff."""
+    transport = ZmqTransport(PageMemory(SMALL, 1))
+    transport.open()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as receiver:
+        receiver.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+        port = receiver.bind_to_random_port("tcp://*")
+        for number in range(1, 51):
+            endpoint = f"tcp://127.0.0.{number}:{port}"
+            address = ReceiverAddress(connector="zmq", endpoint=endpoint)
+            reserved = reservation(PageMemory(SMALL, 2), address, [PageRef(1, 1)])
+            peer = transport.reach(reserved, reserved.shards[0])
+            attempt = AttemptId("request-7", 1, "transfer-7")
+            begin = Begin(attempt, "prefill-1", "decode-1", WHOLE, print_of(SMALL))
+            transport.send(peer, begin)
+        names = [receiver.recv_multipart()[0] for _ in range(50)]
+        ends_at = time.monotonic() + DEADLINE_S
+        while not all(one.is_connected for one in transport._peers.values()):
+            assert transport.receive() == [] and time.monotonic() < ends_at
+        asked, answers = [], ZmqPeer.answers
+
+        def note(one: ZmqPeer) -> list[bytes]:
+            asked.append(one.endpoint)
+            return answers(one)
+
+        monkeypatch.setattr(ZmqPeer, "answers", note)
+        assert transport.receive() == [] and asked == []
+        receiver.send_multipart([names[7], encode(Accepted("transfer-7"))])
+        while not (heard := transport.receive()):
+            assert time.monotonic() < ends_at, "nothing was heard"
+        assert len(heard) == 1 and len(asked) == 1
+    transport.close()
