@@ -71,7 +71,8 @@ class _Answer:
     """The part of one answer that the caller has, and how far the present attempt has come."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # empty unless the request asks for them
+    num_tokens: int = 0
     is_finished: bool = False
     text_at: int = 0  # characters
     tokens_at: int = 0
@@ -79,24 +80,26 @@ class _Answer:
     @property
     def is_behind(self) -> bool:
         """Whether the present attempt has not brought all that the caller has."""
-        return self.text_at < len(self.text) or self.tokens_at < len(self.token_ids)
+        return self.text_at < len(self.text) or self.tokens_at < self.num_tokens
 
     def take_commit(self, event: Event) -> Event | None:
         """As `Resumption.take`."""
         commit = event.commit
         text = self.text[self.text_at : self.text_at + len(commit.text)]
-        ids = self.token_ids[self.tokens_at : self.tokens_at + len(commit.token_ids)]
+        num_old = min(self.num_tokens - self.tokens_at, commit.num_tokens)
+        ids = self.token_ids[self.tokens_at : self.tokens_at + num_old]
         if not commit.text.startswith(text) or commit.token_ids[: len(ids)] != ids:
             raise Unavailable(_CHANGED, retryable=False)
         was_behind = self.is_behind
         self.text += commit.text[len(text) :]
-        self.token_ids += commit.token_ids[len(ids) :]
+        self.token_ids += commit.token_ids[num_old:]
+        self.num_tokens += commit.num_tokens - num_old
         self.text_at += len(commit.text)
-        self.tokens_at += len(commit.token_ids)
+        self.tokens_at += commit.num_tokens
         if not was_behind:
             return event
-        is_new = len(text) < len(commit.text) or len(ids) < len(commit.token_ids)
-        return _without(event, len(text), len(ids)) if is_new else None
+        is_new = len(text) < len(commit.text) or num_old < commit.num_tokens
+        return _without(event, len(text), num_old) if is_new else None
 
 
 def _without(event: Event, characters: int, tokens: int) -> Event:

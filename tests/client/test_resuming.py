@@ -97,6 +97,17 @@ def test_log_probabilities_are_cut_as_the_tokens_are() -> None:
     assert [one.logprob for event in told for one in event.commit.logprobs] == [-1, -2, -3]
 
 
+@pytest.mark.parametrize("broke_after", range(4))
+def test_without_ids_the_caller_gets_each_log_probability_once(broke_after: int) -> None:
+    whole = [commit("ab", 1, 2, told=True), commit("", 3, 4, at=2, told=True), end()]
+    again = [commit("ab", 1, 2, 3, told=True), commit("", 4, at=3, told=True), end()]
+    for event in (*whole[:2], *again[:2]):
+        event.commit.ClearField("token_ids")
+    commits = [one.commit for one in through(whole[:broke_after], again) if one.HasField("commit")]
+    assert [one.logprob for each in commits for one in each.logprobs] == [-1, -2, -3, -4]
+    assert sum(one.num_tokens for one in commits) == 4
+
+
 def test_each_of_several_answers_goes_on_by_itself() -> None:
     first = [commit("ab", 1, 2), commit("x", 7, answer=1), end()]
     again = [commit("xy", 7, 8, answer=1), end(1), commit("ab", 1, 2), end()]
