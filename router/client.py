@@ -133,6 +133,11 @@ def usage_of(request: Request) -> pb.Usage:
     return pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=request.num_tokens)
 
 
+def prompt_tokens_of(request: Request) -> int:
+    """Tokens of its prompt, also if the answer was kept; 0 before the prompt is encoded."""
+    return len(request.prompt.token_ids) or request.kept_prompt_tokens or 0
+
+
 def stats_of(request: Request, now: float) -> pb.GenerationStats:
     costs, attempts, arrived = request.costs, request.attempts, request.arrived
     forwards = costs.all_forwards

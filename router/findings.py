@@ -7,7 +7,8 @@ settings (`validation.py`)."""
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin
@@ -97,6 +98,17 @@ class Findings:
         elif not refused.keys().isdisjoint(ids):
             at, bad = next((at, i) for at, i in enumerate(ids) if i in refused)
             self.add(f"{name}[{at}]", "an id that stands for text", f"the {refused[bad]} id {bad}")
+
+
+@contextmanager
+def naming(path_of: Callable[[str], str]) -> Iterator[None]:
+    """A refusal of a request becomes one with the fields of another protocol's message, whose paths
+    `path_of` returns."""
+    try:
+        yield
+    except InvalidRequest as error:
+        named = [replace(one, field=path_of(one.field)) for one in error.violations]
+        raise InvalidRequest(named, labels=error.labels) from error
 
 
 def check_request_id(request_id: str, findings: Findings) -> None:

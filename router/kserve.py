@@ -19,7 +19,7 @@ from effuse.compat import kserve_pb2_grpc
 from effuse.protos.errors import Bug, Cancelled, EffuseError, NotFound
 from effuse.protos.rpc import Context
 from effuse.router.client import AnswerStream, ClientGone, Translate
-from effuse.router.findings import Findings, check_model_name, shown
+from effuse.router.findings import Findings, check_model_name, naming, shown
 from effuse.router.handler import Serving
 from effuse.router.request import Request
 from effuse.v1 import generation_pb2 as pb
@@ -58,6 +58,13 @@ def request_of(asked: kserve.ModelInferRequest) -> pb.GenerateRequest:
 
 def _parameter(name: str) -> str:
     return f"parameters[{shown(name)}]"
+
+
+def _path_of(field: str) -> str:
+    """The path in a client's message of a field of the request that it means."""
+    name = field.rpartition(".")[2].partition("[")[0]
+    elsewhere = {"prompt": "inputs[0]", "model": "model_name"}
+    return _parameter(name) if name in _SETTINGS else elsewhere.get(field, field)
 
 
 def check_version(version: str) -> None:
@@ -200,8 +207,9 @@ def _settings_of(
         value = getattr(parameters[name], choice)
         # KServe's own messages, unlike Triton's, have no fractions: one comes as text there.
         is_text = isinstance(value, str) and float in get_args(_SETTINGS[name])
+        kind = float if is_text else _SETTINGS[name]  # "null" is no number
         try:
-            settings[name] = msgspec.convert(value, _SETTINGS[name], strict=not is_text)
+            settings[name] = msgspec.convert(value, kind, strict=not is_text)
         except msgspec.ValidationError:
             findings.misfit(where, _SETTINGS[name], value)
     return settings
@@ -255,7 +263,8 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: kserve.ModelInferRequest, context: Context
     ) -> kserve.ModelInferResponse:
         """The whole answer, or all answers, at the end."""
-        answer = await self._serving.answer(lambda: request_of(request), context)
+        with naming(_path_of):
+            answer = await self._serving.answer(lambda: request_of(request), context)
         return answer_of(request, answer)
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows only generators
@@ -269,7 +278,8 @@ class InferenceServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         async for request in request_iterator:
             read, translator_of = partial(request_of, request), partial(pieces_of, request)
             try:
-                await self._serving.stream(read, context, translator_of)
+                with naming(_path_of):
+                    await self._serving.stream(read, context, translator_of)
             except (Bug, Cancelled):
                 raise
             except EffuseError as error:

@@ -43,9 +43,9 @@ class Rendering:
     text_of: Callable[[int], str]
     _begun: set[int] = field(default_factory=set)  # choices whose first chunk was sent
     _offsets: dict[int, int] = field(default_factory=dict)  # characters up to here, by choice
-    _totals: Json = field(
-        default_factory=lambda: dict.fromkeys(("prompt", "completion", "cached"), 0)
-    )
+    _prompts: dict[int, int] = field(default_factory=dict)  # tokens of each
+    _answers: dict[int, int] = field(default_factory=dict)  # tokens up to here, by choice
+    _cached: int = 0  # tokens of all prompts
     model: str = ""
 
     def whole(self, answers: Sequence[pb.GenerateResponse]) -> Json:
@@ -53,16 +53,22 @@ class Rendering:
         each with its others."""
         choices = []
         for at, first in enumerate(answers):
+            self._prompts[at] = first.usage.prompt_tokens
             for index, one in enumerate((first, *first.others)):
-                self._count(one.usage, one.stats, is_first=index == 0)
+                self._count_end(at, index, one)
                 choices.append(self._choice(at, index, one, first.echo.text))
         self.model = answers[0].model
         same = all(one.deterministic for first in answers for one in (first, *first.others))
         ends = {"usage": self._usage(), "deterministic": same}
         return {**self._head(""), "choices": choices, **ends}
 
-    def chunks(self, prompt: int, event: pb.GenerateStreamResponse) -> Iterator[Json]:
+    def chunks(
+        self, prompt: int, event: pb.GenerateStreamResponse, prompt_tokens: int
+    ) -> Iterator[Json]:
         """The chunks that one event of the answers to one prompt becomes."""
+        self._prompts[prompt] = prompt_tokens
+        at = prompt * self.wanted.num_answers + event.answer_index
+        self._answers[at] = self._answers.get(at, 0) + event.commit.num_tokens
         if event.HasField("echo"):
             if event.echo.text:
                 for index in range(self.wanted.num_answers):
@@ -72,7 +78,7 @@ class Rendering:
         elif event.HasField("finished"):
             finished = event.finished
             self.model = finished.model
-            self._count(finished.usage, finished.stats, is_first=event.answer_index == 0)
+            self._count_end(prompt, event.answer_index, finished)
             reason = FINISH_REASONS[finished.finish_reason]
             chunk = self._chunk(prompt, event.answer_index, "", reason=reason)
             yield chunk | {"deterministic": finished.deterministic}
@@ -128,18 +134,17 @@ class Rendering:
             chunk["usage"] = None
         return chunk
 
-    def _count(self, usage: pb.Usage, stats: pb.GenerationStats, *, is_first: bool) -> None:
-        self._totals["prompt"] += usage.prompt_tokens
-        self._totals["completion"] += usage.completion_tokens
-        self._totals["cached"] += stats.cached_prompt_tokens if is_first else 0
+    def _count_end(self, prompt: int, index: int, end: pb.GenerateResponse | pb.Finished) -> None:
+        self._answers[prompt * self.wanted.num_answers + index] = end.usage.completion_tokens
+        self._cached += end.stats.cached_prompt_tokens if index == 0 else 0
 
     def _usage(self) -> Json:
-        prompt, completion = self._totals["prompt"], self._totals["completion"]
+        prompt, completion = sum(self._prompts.values()), sum(self._answers.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self._totals["cached"]},
+            "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
     def _logprobs(self, message: pb.BlockCommit | pb.GenerateResponse, offset: int) -> Json | None:

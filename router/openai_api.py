@@ -25,7 +25,13 @@ from starlette.types import Receive, Scope, Send
 from effuse.client.retries import REPEATED_KEY
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import REQUEST_ID_KEY, Bug, Cancelled, EffuseError, InvalidRequest
-from effuse.router.client import CANNOT_SERVE, STALLED_S, ClientGone, together
+from effuse.router.client import (
+    CANNOT_SERVE,
+    STALLED_S,
+    ClientGone,
+    prompt_tokens_of,
+    together,
+)
 from effuse.router.findings import shown
 from effuse.router.handler import Serving
 from effuse.router.openai_answers import Rendering, error_body, error_object, status_of
@@ -182,31 +188,39 @@ class OpenAiApi:
         with self._serving.span(call):
             with self._serving.counting_refusals():
                 wanted = request_of(await call.body(self._most_bytes), endpoint)
-            with wanted.in_its_words():
-                await _unless_gone(call, self._answer(call, wanted))
+            await _unless_gone(call, self._answer(call, wanted))
 
     async def _answer(self, call: HttpCall, wanted: Wanted) -> None:
         """Waits until the requests are accepted, and sends the answers."""
-        accepted = [
-            await self._serving.accept(message, call, is_stream=wanted.is_stream)
-            for message in wanted.requests
-        ]
+        accepted = []
+        for at, message in enumerate(wanted.requests):
+            with wanted.in_its_words(at):
+                one = await self._serving.accept(message, call, is_stream=wanted.is_stream)
+            accepted.append(one)
+        call.request_id = accepted[0].id  # which is also in the body
         rendering = Rendering(
             wanted, accepted[0].id, int(time.time()),
             lambda token: self._serving.router.tokenizer.decode([token]),
             model=accepted[0].asked.model.name,
         )  # fmt: skip
+
+        async def whole(prompt: int, request: Request) -> pb.GenerateResponse:
+            with wanted.in_its_words(prompt):
+                return await self._serving.answer_accepted(request)
+
         if not wanted.is_stream:
-            answers = await together(list(map(self._serving.answer_accepted, accepted)))
+            answers = await together([whole(at, request) for at, request in enumerate(accepted)])
             await call.respond(_json(rendering.whole(answers)))
             return
 
         async def stream(prompt: int, request: Request) -> None:
             async def send(event: pb.GenerateStreamResponse) -> None:
-                if data := b"".join(map(_event, rendering.chunks(prompt, event))):
+                tokens = prompt_tokens_of(request)
+                if data := b"".join(map(_event, rendering.chunks(prompt, event, tokens))):
                     await call.write(data)
 
-            await send(await self._serving.serve(request, send))
+            with wanted.in_its_words(prompt):
+                await send(await self._serving.serve(request, send))
 
         await together([stream(at, request) for at, request in enumerate(accepted)])
         last = rendering.last_chunk()

@@ -8,9 +8,11 @@ answers (`openai_answers.py`).
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, NoReturn, get_type_hints
 
 import msgspec
@@ -19,7 +21,7 @@ from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import SettingError
 from effuse.protos.errors import FieldViolation, InvalidRequest
-from effuse.router.findings import SEEDS, Findings, kind_of, shown
+from effuse.router.findings import SEEDS, Findings, kind_of, naming, shown
 from effuse.v1 import generation_pb2 as pb
 
 Json = dict[str, Any]
@@ -84,6 +86,7 @@ _NOTES: Final = {"user", "metadata", "service_tier", "safety_identifier", "promp
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 
 
+_TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
 _ARGUMENTS: Final = ("chat_template_kwargs", "tools", "documents", "reasoning_effort")
 """Fields with variables for a template. The first that is set is named for all of them."""
 _PATHS: Final = (
@@ -105,27 +108,24 @@ class Wanted:
     adds_usage: bool  # to the stream, behind the answers
     adds_usage_always: bool  # to each chunk as well
     num_logprobs: int | None  # likeliest tokens beside each one; None sends no log-probabilities
-    names: Mapping[str, str]  # of settings that have another name in the body
+    # Of settings that have another name in the body, for each request.
+    names: tuple[Mapping[str, str], ...]
 
-    @contextmanager
-    def in_its_words(self) -> Iterator[None]:
-        """A refusal of its requests becomes one that names the body's fields."""
-        try:
-            yield
-        except InvalidRequest as error:
-            found, names = error.violations, self.names
-            named = [replace(one, field=_path_of(one.field, names)) for one in found]
-            raise InvalidRequest(named, labels=error.labels) from error
+    def in_its_words(self, at: int = 0) -> AbstractContextManager[None]:
+        """A refusal of the request at this place becomes one that names the body's fields."""
+        return naming(partial(_path_of, names=self.names[at]))
 
 
 def parse_body(body: bytes) -> Json:
     """The JSON object of a body. Raises `InvalidRequest`."""
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest.of(
-            "", f"expected a body of JSON, got {shown(str(error), 100)}"
-        ) from None
+    except RecursionError:
+        raise _no_json("too many lists and objects within each other") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _no_json(shown(str(error), 100)) from None
+    except ValueError:  # Python's own limit
+        raise _no_json(f"a number of more than {sys.get_int_max_str_digits()} digits") from None
     if not isinstance(found, dict):
         raise InvalidRequest.of("", f"expected a JSON object, got {kind_of(found)}")
     return found
@@ -142,23 +142,23 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
         findings.add("request_id", "no value with several prompts", "a value")
     findings.raise_any()
 
-    names = _names(given, endpoint)
-    params = findings.params(settings, lambda name: names.get(name, name))
-    try:
-        requests = tuple(
-            make_request(
+    names = _names(given, endpoint, len(prompts))
+    params = findings.params(settings, lambda name: names[0].get(name, name))
+    requests = []
+    for prompt, own in zip(prompts, names, strict=True):
+        try:
+            one = make_request(
                 prompt, params, request_id=given.get("request_id"),
                 token_ids=num_logprobs is not None,
-            )
-            for prompt in prompts
-        )  # fmt: skip
-    except SettingError as error:
-        raise InvalidRequest.of(_path_of(error.name, names), error.description) from error
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest.of(names.get("prompt", "prompt"), shown(str(error), 400)) from error
+            )  # fmt: skip
+        except SettingError as error:
+            raise InvalidRequest.of(_path_of(error.name, own), error.description) from error
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest.of(own["prompt"], shown(str(error), 400)) from error
+        requests.append(one)
     return Wanted(
         endpoint=endpoint,
-        requests=requests,
+        requests=tuple(requests),
         num_answers=max(1, settings.get("n") or 1),
         is_stream=bool(given.get("stream")),
         adds_usage=options.get("include_usage", False),
@@ -168,13 +168,18 @@ def request_of(body: Json, endpoint: Endpoint) -> Wanted:
     )
 
 
-def _names(given: Json, endpoint: Endpoint) -> dict[str, str]:
-    """The names that a body has for settings, if they are others."""
+def _names(given: Json, endpoint: Endpoint, count: int) -> tuple[dict[str, str], ...]:
+    """The names that a body has for settings, if they are others, for each of its requests."""
     others = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
     names = {name: other for name, other in others.items() if other in given}
     if arguments := [one for one in _ARGUMENTS if one in given]:
         names["chat_template_kwargs"] = arguments[0]
-    return names if endpoint == "completion" else names | {"prompt": "messages"}
+    if endpoint == "chat":
+        return ({**names, "prompt": "messages"},)
+    prompt = given["prompt"]
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    places = ["prompt"] if is_one else [f"prompt[{at}]" for at in range(count)]
+    return tuple({**names, "prompt": place} for place in places)
 
 
 def _path_of(field: str, names: Mapping[str, str]) -> str:
@@ -185,8 +190,12 @@ def _path_of(field: str, names: Mapping[str, str]) -> str:
     return names.get(first, first) + field[len(first) :]
 
 
+def _no_json(found: str) -> InvalidRequest:
+    return InvalidRequest.of("", f"expected a body of JSON, got {found}")
+
+
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"the number {name}, which JSON does not have")
+    raise _no_json(f"the number {name}, which JSON does not have")
 
 
 def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
@@ -273,7 +282,7 @@ def _settings(given: Json, endpoint: Endpoint, findings: Findings) -> tuple[Json
         settings["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "logit_bias" in given:
         biases = given["logit_bias"]
-        if strange := [name for name in biases if not (name.isascii() and name.isdecimal())]:
+        if strange := [name for name in biases if not _TOKEN_ID.fullmatch(name)]:
             findings.add("logit_bias", "token ids as names", shown(strange[0]))
         else:
             settings["logit_bias"] = {int(name): value for name, value in biases.items()}

@@ -26,8 +26,8 @@ from effuse.compat import vllm_engine_pb2_grpc
 from effuse.placement.records import ModelInfo
 from effuse.protos.errors import NotFound
 from effuse.protos.rpc import Context
-from effuse.router.client import CANNOT_SERVE, Translate
-from effuse.router.findings import SEEDS, Findings
+from effuse.router.client import CANNOT_SERVE, Translate, prompt_tokens_of
+from effuse.router.findings import SEEDS, Findings, naming
 from effuse.router.handler import Serving
 from effuse.router.request import Request
 from effuse.router.tokenizer import bundled_directory
@@ -147,8 +147,21 @@ def describe_model(model: ModelInfo) -> engine.GetModelInfoResponse:
     )
 
 
+def _path_of(field: str, asked: engine.GenerateRequest) -> str:
+    """The path in a gateway's message of a field of the request that it means."""
+    ids = "tokenized.input_ids"
+    if field == "prompt":
+        return ids if asked.HasField("tokenized") else "text"
+    part, _, name = field.partition(".")
+    if part in ("n", "sampling", "stopping", "output"):
+        return f"sampling_params.{name or part}"
+    return f"{ids}{name.removeprefix('ids')}" if part == "prompt_token_ids" else field
+
+
 def _check(asked: engine.GenerateRequest) -> None:
     findings, params = Findings(), asked.sampling_params
+    if asked.WhichOneof("input") is None:
+        findings.add("text", "one of tokenized and text", "neither")
     if params.logprobs < 0:
         findings.add("sampling_params.logprobs", "a count of 0 or more", params.logprobs)
     if strange := [token_id for token_id in params.logit_bias if token_id < 0]:
@@ -173,7 +186,7 @@ def _translator(asked: engine.GenerateRequest, request: Request) -> Translate:
 
     def translate(event: pb.GenerateStreamResponse) -> engine.GenerateResponse | None:
         whole.take(event)
-        prompt_tokens = len(request.prompt.token_ids) or request.kept_prompt_tokens or 0
+        prompt_tokens = prompt_tokens_of(request)
         if event.HasField("finished"):
             answer = whole.one(event.answer_index)
             return complete_of(answer, event.answer_index, prompt_tokens)
@@ -197,12 +210,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: engine.GenerateRequest,
         context: Context,
     ) -> None:
-        await self._serving.stream(
-            lambda: request_of(request, self._router.tokenizer.chat_end_ids),
-            context,
-            partial(_translator, request),
-            is_stream=request.stream,
-        )
+        with naming(partial(_path_of, asked=request)):
+            await self._serving.stream(
+                lambda: request_of(request, self._router.tokenizer.chat_end_ids),
+                context,
+                partial(_translator, request),
+                is_stream=request.stream,
+            )
 
     async def Abort(self, request: engine.AbortRequest, context: Context) -> engine.AbortResponse:
         """Ends what runs here of these requests, as far as they are the caller's own."""

@@ -28,23 +28,23 @@ def gateway_cases(at: Facts) -> Iterator[tuple[str, Case]]:
 def _vllm(at: Facts) -> Iterator[tuple[str, Case]]:
     ids = vllm.TokenizedInput(input_ids=[5, 6, 7])
     wrong: dict[str, tuple[vllm.GenerateRequest, str]] = {
-        "no input": (vllm.GenerateRequest(), "prompt"),
-        "empty text": (vllm.GenerateRequest(text=""), "prompt"),
+        "no input": (vllm.GenerateRequest(), "text"),
+        "empty text": (vllm.GenerateRequest(text=""), "text"),
         "no ids": (
             vllm.GenerateRequest(tokenized=vllm.TokenizedInput(original_text="a")),
-            "prompt_token_ids.ids",
+            "tokenized.input_ids",
         ),
         "mask id": (
             vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[5, at.mask])),
-            "prompt_token_ids.ids[1]",
+            "tokenized.input_ids[1]",
         ),
         "beyond the vocabulary": (
             vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[at.vocab_size])),
-            "prompt_token_ids.ids[0]",
+            "tokenized.input_ids[0]",
         ),
         "too many ids": (
             vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[5] * at.max_model_len)),
-            "prompt_token_ids.ids",
+            "tokenized.input_ids",
         ),
         "request id": (vllm.GenerateRequest(request_id="a b", tokenized=ids), "request_id"),
         "another server's KV": (
@@ -70,11 +70,11 @@ def _vllm(at: Facts) -> Iterator[tuple[str, Case]]:
 def _vllm_sampling(at: Facts) -> Iterator[tuple[str, Case]]:
     own = "sampling_params."
     wrong: dict[str, tuple[dict[str, Any], str]] = {
-        "n beyond the fleet's": ({"n": 9}, "n"), "n huge": ({"n": 2**32 - 1}, "n"),
+        "n beyond the fleet's": ({"n": 9}, f"{own}n"), "n huge": ({"n": 2**32 - 1}, f"{own}n"),
         "logprobs negative": ({"logprobs": -1}, f"{own}logprobs"),
-        "logprobs 21": ({"logprobs": 21}, "output.logprobs"),
+        "logprobs 21": ({"logprobs": 21}, f"{own}logprobs"),
         "bias of a negative id": ({"logit_bias": {-1: 1.0}}, f"{own}logit_bias"),
-        "bias nan": ({"logit_bias": {5: math.nan}}, "sampling.logit_bias[5]"),
+        "bias nan": ({"logit_bias": {5: math.nan}}, f"{own}logit_bias[5]"),
         "prompt_logprobs": ({"prompt_logprobs": 0}, f"{own}prompt_logprobs"),
         "truncate": ({"truncate_prompt_tokens": 5}, f"{own}truncate_prompt_tokens"),
         "stop string kept": (
@@ -82,17 +82,17 @@ def _vllm_sampling(at: Facts) -> Iterator[tuple[str, Case]]:
         ),
         "json_object": ({"json_object": False}, f"{own}json_object"),
         "choice": ({"choice": vllm.ChoiceConstraint()}, f"{own}choice"),
-        "temperature": ({"temperature": -1.0}, "sampling.temperature"),
-        "top_p": ({"top_p": math.nan}, "sampling.top_p"),
-        "top_k": ({"top_k": at.vocab_size + 1}, "sampling.top_k"),
-        "min_p": ({"min_p": 1.5}, "sampling.min_p"),
-        "frequency": ({"frequency_penalty": 3.0}, "sampling.frequency_penalty"),
-        "presence": ({"presence_penalty": -3.0}, "sampling.presence_penalty"),
-        "repetition": ({"repetition_penalty": -1.0}, "sampling.repetition_penalty"),
-        "max_tokens 0": ({"max_tokens": 0}, "stopping.max_tokens"),
-        "min above max": ({"max_tokens": 2, "min_tokens": 3}, "stopping.min_tokens"),
-        "stops": ({"stop": [str(i) for i in range(17)]}, "stopping.stop"),
-        "stop id": ({"stop_token_ids": [at.mask]}, "stopping.stop_token_ids[0]"),
+        "temperature": ({"temperature": -1.0}, f"{own}temperature"),
+        "top_p": ({"top_p": math.nan}, f"{own}top_p"),
+        "top_k": ({"top_k": at.vocab_size + 1}, f"{own}top_k"),
+        "min_p": ({"min_p": 1.5}, f"{own}min_p"),
+        "frequency": ({"frequency_penalty": 3.0}, f"{own}frequency_penalty"),
+        "presence": ({"presence_penalty": -3.0}, f"{own}presence_penalty"),
+        "repetition": ({"repetition_penalty": -1.0}, f"{own}repetition_penalty"),
+        "max_tokens 0": ({"max_tokens": 0}, f"{own}max_tokens"),
+        "min above max": ({"max_tokens": 2, "min_tokens": 3}, f"{own}min_tokens"),
+        "stops": ({"stop": [str(i) for i in range(17)]}, f"{own}stop"),
+        "stop id": ({"stop_token_ids": [at.mask]}, f"{own}stop_token_ids[0]"),
     }  # fmt: skip
     for name in ("json_schema", "regex", "grammar", "structural_tag"):
         wrong[name] = ({name: ""}, f"{own}{name}")
@@ -155,7 +155,7 @@ def _kserve_requests(at: Facts) -> dict[str, tuple[kserve.ModelInferRequest, str
         "not UTF-8": (
             _infer(inputs=[_tensor(contents=texts(bytes_contents=[b"\xc3\x28"]))]), "inputs[0]"
         ),
-        "empty text": (_infer(inputs=[_tensor(contents=texts(bytes_contents=[b""]))]), "prompt"),
+        "empty text": (_infer(inputs=[_tensor(contents=texts(bytes_contents=[b""]))]), "inputs[0]"),
         "shared memory": (_infer(inputs=[_tensor(parameters=shared)]), "inputs[0].parameters"),
         "raw without a length": (_raw(b"abc"), "raw_input_contents"),
         "raw of another length": (_raw(b"\xff\xff\xff\xffabc"), "raw_input_contents"),
@@ -194,7 +194,19 @@ def _kserve_requests(at: Facts) -> dict[str, tuple[kserve.ModelInferRequest, str
         "logprobs": (_set_to("logprobs", int64_param=2), "parameters['logprobs']"),
         "empty stop": (_set_to("stop", string_param=""), "parameters['stop']"),
         "window": (_set_to("window", int64_param=0), "parameters['window']"),
-        "model": (_infer(model_name="../a"), "model"),
+        "model": (_infer(model_name="../a"), "model_name"),
+        "max_tokens beyond the context": (
+            _set_to("max_tokens", int64_param=at.max_model_len), "parameters['max_tokens']"
+        ),
+        "top_k beyond the vocabulary": (
+            _set_to("top_k", int64_param=at.vocab_size + 1), "parameters['top_k']"
+        ),
+        "n beyond the fleet's": (_set_to("n", int64_param=9), "parameters['n']"),
+        "class": (_set_to("request_class", string_param="x"), "parameters['request_class']"),
+        "setting of another algorithm": (
+            _set_to("eps", double_param=0.5), "parameters['eps']"
+        ),
+        "null as text": (_set_to("temperature", string_param="null"), "parameters['temperature']"),
     }  # fmt: skip
 
 

@@ -33,7 +33,9 @@ def test_openai_through_a_gateway(tool: Tool, fleet: Up, tmp_path: Path) -> None
     assert "".join(streamed["texts"]) == text and len(streamed["texts"]) > 1
     assert (streamed["reason"], streamed["completion_tokens"]) == ("stop", found["usage"][1])
     assert found["completion_tokens"] == 8
-    assert found["too_long"].startswith("400:") and "stopping.max_tokens" in found["too_long"]
+    assert (
+        found["too_long"].startswith("400:") and "sampling_params.max_tokens" in found["too_long"]
+    )
     assert found["schema"].startswith("400:") and "sampling_params.json" in found["schema"]
     tokens, logprobs, tops = zip(*found["logprobs"], strict=True)
     assert "".join(tokens).strip() and max(logprobs) <= 0.0 and set(tops) == {2}

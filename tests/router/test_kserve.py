@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
+import pytest
 from router.asking import failure
 from router.fake_model import ids_of
 from router.fake_workers import holds, raises
@@ -129,6 +130,32 @@ def test_bad_input_is_refused_before_a_worker_sees_it() -> None:
         assert fleet.metric("effuse_refused_total", status="INVALID_ARGUMENT") == 2
         assert fleet.metric("effuse_refused_total", status="NOT_FOUND") == 1
         assert not fleet.decode[0].requests
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 256), ("top_k", 265), ("window", 0), ("n", 99), ("eps", 1)]
+)
+def test_a_setting_is_named_as_its_parameter_wherever_it_is_refused(name: str, value: int) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        bad = asked(parameters={name: kserve.InferParameter(int64_param=value)})
+        error = await failure(stub_of(fleet).ModelInfer(bad, timeout=30))
+        assert isinstance(error, errors.InvalidRequest)
+        assert [one.field for one in error.violations] == [f"parameters['{name}']"]
+        (piece,) = await stream(fleet, bad)
+        assert piece.error_message == f"INVALID_ARGUMENT: {error.message}"
+
+    run(body)
+
+
+def test_the_prompt_is_named_as_the_input() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        long = asked()
+        long.inputs[0].contents.bytes_contents[0] = b"a" * 300  # only its ids show it
+        error = await failure(stub_of(fleet).ModelInfer(long, timeout=30))
+        assert isinstance(error, errors.InvalidRequest)
+        assert [one.field for one in error.violations] == ["inputs[0]"]
 
     run(body)
 

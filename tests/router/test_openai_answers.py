@@ -18,17 +18,17 @@ def rendering(endpoint: Endpoint, **fields: object) -> Rendering:
 MESSAGE = {"role": "user", "content": "hi"}
 
 
-def commit(text: str, *tokens: int) -> pb.GenerateStreamResponse:
+def commit(text: str, *tokens: int, answer: int = 0) -> pb.GenerateStreamResponse:
     told = [pb.TokenLogprobs(logprob=-1.0) for _ in tokens]
-    said = pb.BlockCommit(text=text, token_ids=tokens, logprobs=told)
-    return pb.GenerateStreamResponse(commit=said)
+    said = pb.BlockCommit(text=text, num_tokens=len(tokens), token_ids=tokens, logprobs=told)
+    return pb.GenerateStreamResponse(commit=said, answer_index=answer)
 
 
 def test_places_of_tokens_do_not_depend_on_text_that_waits_for_a_stop_string() -> None:
     drawn = rendering("completion", logprobs=0, echo=True)
     echo = pb.GenerateStreamResponse(echo=pb.PromptEcho(text="hi"))
     events = [echo, commit("ab", 1, 2, 3), commit("", 4), commit("cda", 1)]
-    chunks = [chunk["choices"][0] for event in events for chunk in drawn.chunks(0, event)]
+    chunks = [chunk["choices"][0] for event in events for chunk in drawn.chunks(0, event, 3)]
     places = [one["logprobs"]["text_offset"] for one in chunks if one["logprobs"]]
     assert places == [[2, 3, 4], [5], [6]]
     assert "".join(one["text"] for one in chunks) == "hiabcda"
@@ -36,6 +36,23 @@ def test_places_of_tokens_do_not_depend_on_text_that_waits_for_a_stop_string() -
 
 def test_a_part_of_a_character_has_no_bytes() -> None:
     drawn = rendering("chat", logprobs=True)
-    (chunk,) = drawn.chunks(0, commit("a", 1, 5))
+    (chunk,) = drawn.chunks(0, commit("a", 1, 5), 3)
     told = chunk["choices"][0]["logprobs"]["content"]
     assert [one["bytes"] for one in told] == [[97], None]
+
+
+def test_usage_counts_the_tokens_up_to_each_chunk_if_each_has_it() -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    drawn = rendering("completion", logprobs=0, n=2, stream_options=options)
+    end = pb.Finished(finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(completion_tokens=3))
+    events = [
+        commit("ab", 1, 2),
+        commit("c", 3, answer=1),
+        commit("c", 3),
+        pb.GenerateStreamResponse(finished=end),
+    ]
+    chunks = [chunk for event in events for chunk in drawn.chunks(0, event, 7)]
+    usages = [one["usage"] for one in (*chunks, drawn.last_chunk() or {})]
+    assert [one["prompt_tokens"] for one in usages] == [7] * 5
+    assert [one["completion_tokens"] for one in usages] == [2, 3, 4, 4, 4]
+    assert [one["total_tokens"] for one in usages] == [9, 10, 11, 11, 11]

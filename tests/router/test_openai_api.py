@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from http import HTTPStatus
 from pathlib import Path
@@ -101,6 +102,19 @@ def test_several_prompts_have_several_answers_each() -> None:
         assert texts == {
             0: f"one?{TEXT}", 1: "one?four", 2: f"two?{TEXT}", 3: "two?four",
         }  # fmt: skip
+
+    run(body)
+
+
+def test_the_id_of_several_prompts_is_that_of_the_first_everywhere() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        sent = {"prompt": ["one?", "two?"]}
+        _, headers, told = await post(fleet, "/v1/completions", sent)
+        assert headers["x-request-id"] == told["id"]
+        streamed = json.dumps(sent | {"stream": True}).encode()
+        kind = "application/json"
+        _, headers, data = await raw(fleet, "POST", "/v1/completions", streamed, Content_Type=kind)
+        assert f'"id":"{headers["x-request-id"]}"'.encode() in data
 
     run(body)
 

@@ -7,6 +7,7 @@ import json
 
 import msgspec
 import pytest
+from router.fake_model import MASK
 from router.fake_workers import holds, raises
 from router.fakes import FakeFleet, until
 from router.http_calls import CHAT, post, run
@@ -90,6 +91,29 @@ def test_a_prompt_is_named_that_a_worker_or_the_whole_fleet_refuses(
         status, _, told = await post(fleet, path, sent)
         assert (status, told["error"]["param"]) == (400, param)
         assert told["error"]["message"].startswith(f"{param}: expected at most 1 tokens")
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "param"),
+    [
+        (["a", ""], "prompt[1]"),
+        (["a", "b", "c" * 300], "prompt[2]"),  # only its ids show it
+        ([[1], [1, MASK]], "prompt[1][1]"),
+        ([[1, MASK]], "prompt[0][1]"),
+        ([1, MASK], "prompt[1]"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_prompt_at_fault_is_named_by_its_place(
+    prompts: list[object], param: str, stream: bool
+) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        sent = {"prompt": prompts, "stream": stream}
+        status, _, told = await post(fleet, "/v1/completions", sent)
+        assert (status, told["error"]["param"]) == (400, param)
+        assert told["error"]["message"].startswith(f"{param}: expected")
 
     run(body)
 

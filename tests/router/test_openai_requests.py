@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from effuse.protos.errors import InvalidRequest
-from effuse.router.openai_requests import _FIELDS, _NEUTRAL, Endpoint, request_of
+from effuse.router.openai_requests import _FIELDS, _NEUTRAL, Endpoint, parse_body, request_of
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "hi"}
@@ -27,7 +27,9 @@ HALF = "\ud800"  # of a surrogate pair
             "prompt[1]: expected a string, an integer or a list of integers, got true",
         ),
         ("completion", {"prompt": [[1, "a"]]}, "prompt[0][1]: expected an integer, got a string"),
-        ("completion", {"prompt": [HALF]}, "prompt: expected whole characters, got"),
+        ("completion", {"prompt": ["a", HALF]}, "prompt[1]: expected whole characters, got"),
+        ("completion", {"prompt": [[1], [-1]]}, "prompt[1]: expected token ids from 0 to"),
+        ("completion", {"prompt": [1, -1]}, "prompt: expected token ids from 0 to"),
         (
             "completion",
             TEXT | {"max_tokens": HALF},
@@ -44,6 +46,10 @@ HALF = "\ud800"  # of a surrogate pair
         (
             *("completion", TEXT | {"logit_bias": {"1": "a"}}),
             "logit_bias['1']: expected a number, got a string",
+        ),
+        (
+            *("completion", TEXT | {"logit_bias": {"1" * 5000: 1}}),
+            "logit_bias: expected token ids as names, got",
         ),
         (
             *("completion", TEXT | {"stream": True, "stream_options": {"include_usage": 1}}),
@@ -69,6 +75,23 @@ def test_a_misfit_is_told_once_and_cut(endpoint: Endpoint, body: dict[str, Any],
     (one,) = refused.value.violations
     text = f"{one.field}: {one.description}"
     assert told in text and text.count("expected") == 1 and len(text) < 300
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"prompt": ', "Expecting value"),
+        (b'{"prompt": "\xe9"}', "can't decode byte 0xe9"),
+        (b'{"top_p": NaN}', "got the number NaN, which JSON does not have"),
+        (b'{"n": 1%b}' % (b"0" * 5000), "got a number of more than 4300 digits"),
+        (b"[" * 200_000, "got too many lists and objects within each other"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused_in_words(body: bytes, told: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_body(body)
+    assert "expected a body of JSON, got" in refused.value.message
+    assert told in refused.value.message and "sys." not in refused.value.message
 
 
 @pytest.mark.parametrize("at", range(9))

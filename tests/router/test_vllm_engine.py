@@ -108,8 +108,8 @@ def test_bad_input_is_refused_before_a_worker_sees_it() -> None:
     async def body(fleet: FakeFleet) -> None:
         for request, field in (
             (asked(prompt_logprobs=1), "sampling_params.prompt_logprobs"),
-            (asked(max_tokens=0), "stopping.max_tokens"),
-            (engine.GenerateRequest(), "prompt"),
+            (asked(max_tokens=0), "sampling_params.max_tokens"),
+            (engine.GenerateRequest(), "text"),
         ):
             error = await failure(stub_of(fleet).Generate(request, timeout=30).read())
             assert isinstance(error, errors.InvalidRequest)
