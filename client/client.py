@@ -18,9 +18,26 @@ import grpc.aio
 
 from effuse.client.answer import Answer
 from effuse.client.credentials import Credentials
-from effuse.client.params import Params, Prompt, Text, ids_of, make_request, make_tokenize_request
-from effuse.client.retries import DEFAULT_TARGET, Options, Retries, Waiter, raising, wait
-from effuse.client.streams import AsyncMethod, AsyncStream, Stream
+from effuse.client.params import (
+    Params,
+    Prompt,
+    Text,
+    check_text,
+    ids_of,
+    make_request,
+    make_tokenize_request,
+)
+from effuse.client.retries import (
+    DEFAULT_TARGET,
+    Options,
+    Retries,
+    Waiter,
+    is_number,
+    raising,
+    wait,
+)
+from effuse.client.streams import AsyncMethod, AsyncStream, Stream, check_message
+from effuse.config.decoding import SettingError
 from effuse.protos.channels import generation_stub, model_stub
 from effuse.protos.errors import EffuseError
 from effuse.protos.tls import TlsFiles
@@ -98,12 +115,14 @@ class Client:
         self, request: generation_pb2.GenerateRequest, *, timeout_s: float | None = None
     ) -> Stream:
         """The same for a message, which may also ask for drafts and for the prompt's progress."""
+        check_message(request)
         retries = self._options.retries(timeout_s)
         begin, waiter = self._generation.GenerateStream, Waiter(self._channel, self._is_closed)
         return Stream(begin, request, retries, waiter, self._target)
 
     def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
+        check_text("request_id", request_id)
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = self._ask(self._generation.CancelRequest, request)
         return response.was_running
@@ -118,6 +137,8 @@ class Client:
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer with these ids would have. Raises EffuseError."""
+        if model is not None:
+            check_text("model", model)
         request = model_pb2.DetokenizeRequest(token_ids=ids_of("token_ids", token_ids), model=model)
         response = self._ask(self._models.Detokenize, request)
         return response.text
@@ -146,8 +167,10 @@ class Client:
         self, interval_s: float = 0.25
     ) -> Generator[monitor_pb2.WatchRequestsResponse, None, None]:
         """The requests that wait or run at the router, every `interval_s` seconds, until it drains,
-        for an hour at most. Raises EffuseError.
+        for an hour at most. Raises EffuseError, and ValueError for an interval that is no number.
         """
+        if not (is_number(interval_s) and 0 <= interval_s <= _MOST_WATCHED_S):
+            raise SettingError("interval_s", "seconds from 0.05 to 60", repr(interval_s))
         request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
         shown = self._options.shown
         call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S, metadata=shown)
@@ -260,6 +283,7 @@ class AsyncClient:
         self, request: generation_pb2.GenerateRequest, *, timeout_s: float | None = None
     ) -> AsyncStream:
         """The same for a message, as of Client."""
+        check_message(request)
         limit_s = self._options.deadline_s(timeout_s)
 
         def begin() -> tuple[grpc.aio.Channel, AsyncMethod, Retries]:
@@ -270,6 +294,7 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
+        check_text("request_id", request_id)
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = await self._ask(self._router().generation.CancelRequest, request)
         return response.was_running
@@ -284,6 +309,8 @@ class AsyncClient:
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text that an answer with these ids would have. Raises EffuseError."""
+        if model is not None:
+            check_text("model", model)
         request = model_pb2.DetokenizeRequest(token_ids=ids_of("token_ids", token_ids), model=model)
         response = await self._ask(self._router().models.Detokenize, request)
         return response.text

@@ -193,9 +193,11 @@ class Params(CanvasSettings):
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         if found := misfits(given):
             raise ValueError("; ".join(f"{name}: {why}" for name, why in found.items()))
-        for name in ("stop", "stop_token_ids"):  # a copy, in case the caller changes its list
+        for name in ("stop", "stop_token_ids"):  # copies, in case the caller changes its own
             if not isinstance(given[name], str | tuple):
                 object.__setattr__(self, name, tuple(given[name]))
+        if self.logit_bias:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
 
 def make_request(
@@ -215,7 +217,7 @@ def make_request(
         raise TypeError(f"params: expected effuse.Params, got {type(params).__name__}")
     given = read_prompt(prompt)
     if request_id is not None:
-        _check_text("request_id", request_id)
+        check_text("request_id", request_id)
     request = _settings(params)
     rest = pb.GenerateRequest(
         request_id=request_id,
@@ -308,7 +310,7 @@ def _check_setting(name: str, value: Any) -> None:
             _check_number(name, token, TOKEN_ID)
             _check_number(name, added, BIAS)
     elif name in ("model", "request_class"):
-        _check_text(name, value)
+        check_text(name, value)
     elif not isinstance(value, bool):
         raise SettingError(name, "True or False", repr(value))
 
@@ -337,13 +339,14 @@ def _check_stops(stops: Any) -> None:
 
 
 def _check_stop(name: str, stop: Any) -> None:
-    _check_text(name, stop)
+    check_text(name, stop)
     if len(stop.encode()) not in STOP_BYTES:
         form = f"a string of 1 to {STOP_BYTES.high} bytes"
         raise SettingError(name, form, f"{len(stop.encode())} bytes")
 
 
-def _check_text(name: str, value: object) -> None:
+def check_text(name: str, value: object) -> None:
+    """Raises SettingError for what is no string, or none that UTF-8 can encode."""
     if not isinstance(value, str):
         raise SettingError(name, "a string", repr(value))
     check_whole(name, value)
@@ -382,7 +385,7 @@ def make_tokenize_request(
     """The request for one prompt's ids. Raises TypeError and ValueError like `make_request`."""
     given = read_prompt(prompt)
     if model is not None:
-        _check_text("model", model)
+        check_text("model", model)
     if isinstance(given, tuple):
         raise TypeError("prompt: expected a string, a Chat or a list of messages, got token ids")
     return model_pb2.TokenizeRequest(

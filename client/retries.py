@@ -113,7 +113,7 @@ class Options:
     shown: Metadata = ()  # of every call
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.timeout_s) and _LEAST_S <= self.timeout_s <= _MOST_S):
+        if not (is_number(self.timeout_s) and _LEAST_S <= self.timeout_s <= _MOST_S):
             raise _no_time(self.timeout_s)
         if not (isinstance(self.max_attempts, int) and 1 <= self.max_attempts <= _MOST_ATTEMPTS):
             raise SettingError("max_attempts", f"1 to {_MOST_ATTEMPTS}", repr(self.max_attempts))
@@ -124,7 +124,7 @@ class Options:
         """
         if asked_s is None:
             return self.timeout_s
-        if not (_is_number(asked_s) and asked_s <= _MOST_S):
+        if not (is_number(asked_s) and asked_s <= _MOST_S):
             raise _no_time(asked_s)
         return asked_s
 
@@ -166,7 +166,7 @@ def is_name(target: str) -> bool:
     return False
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, SupportsFloat) and not isinstance(value, bool)
 
 

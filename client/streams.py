@@ -114,6 +114,13 @@ def _without(event: Event, characters: int, tokens: int) -> Event:
     return rest
 
 
+def check_message(request: object) -> None:
+    """Raises TypeError for another message, or none."""
+    if not isinstance(request, pb.GenerateRequest):
+        found = type(request).__name__
+        raise TypeError(f"request: expected effuse.v1's GenerateRequest, got {found}")
+
+
 class Stream:
     """The text of the first answer, piece by piece; `answer` is complete at the end."""
 

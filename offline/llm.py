@@ -366,7 +366,8 @@ def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 def _each(params: Params | Iterable[Params], count: int) -> list[Params]:
     if isinstance(params, Params):
         return [params] * count
-    each: list[Any] = list([params] if isinstance(params, Mapping | str) else params)
+    is_one = isinstance(params, Mapping | str) or not isinstance(params, Iterable)
+    each: list[Any] = [params] if is_one else list(params)
     for one in each:
         if not isinstance(one, Params):
             raise TypeError(f"params: expected effuse.Params, got {type(one).__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import effuse
 from effuse.client.params import ids_of, make_request, make_tokenize_request
 from effuse.client.retries import Options
+from effuse.v1 import generation_pb2 as pb
 
 HALF = "\ud800"
 PARAMS = effuse.Params()
@@ -83,3 +86,40 @@ def test_the_argument_is_named(call: Callable[[], object], name: str) -> None:
 def test_credentials_of_another_kind(kind: Callable[..., object], name: str, wrong: object) -> None:
     with pytest.raises(TypeError, match=rf"^{name}: expected \w+, got \w+$"):
         kind("127.0.0.1:1", **{name: wrong})
+
+
+async def _done(value: object) -> object:
+    return await value if inspect.isawaitable(value) else value
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("request_id", lambda client: client.cancel(5)),
+        ("request_id", lambda client: client.cancel(HALF)),
+        ("model", lambda client: client.detokenize([5], model=5)),
+        ("request", lambda client: client.stream_of(None)),
+        ("request", lambda client: client.stream_of(pb.GenerateStreamRequest())),
+    ],
+)
+@pytest.mark.parametrize("kind", [effuse.Client, effuse.AsyncClient])
+def test_the_argument_of_a_call_is_named(
+    kind: Callable[..., Any], name: str, call: Callable[[Any], object]
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: expected .*, got "):
+        asyncio.run(_done(call(kind("127.0.0.1:1"))))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 1e300, "a", None, True, -1])
+def test_an_interval_that_is_no_number_of_seconds(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^interval_s: expected seconds .*, got "):
+        next(effuse.Client("127.0.0.1:1").watch_requests(wrong))
+
+
+def test_params_stay_as_they_were_checked() -> None:
+    biases, stops, ids = {5: 1.0}, ["a"], [6]
+    params = effuse.Params(logit_bias=biases, stop=stops, stop_token_ids=ids)
+    biases[5], biases[6] = 1e9, 2.0
+    stops.append("")
+    ids.append(-1)
+    assert (params.logit_bias, params.stop, params.stop_token_ids) == ({5: 1.0}, ("a",), (6,))

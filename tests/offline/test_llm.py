@@ -221,6 +221,7 @@ def test_what_the_engine_refuses_is_found_before_anything_is_computed(
         (b"a", effuse.Params(), "prompt: expected a string, .* got bytes"),
         ("a", {"max_tokens": 4}, r"params: expected effuse\.Params, got dict"),
         ("a", [{"max_tokens": 4}], r"params: expected effuse\.Params, got dict"),
+        ("a", None, r"params: expected effuse\.Params, got NoneType"),
     ],
 )
 def test_what_is_no_prompt_or_no_params_is_one_line(
