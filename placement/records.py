@@ -128,6 +128,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     ranks: Positive = 1  # devices that compute together
     context_ranks: Positive = 1  # of them, those that hold the same KV heads for other tokens
     stages: Positive = 1  # of layers, with equally many of them each
+    replicas: Positive = 1  # that share pages, requests and rows; one of them runs a request
 
 
 FEW_PAGES = 8  # for warming up a link, however busy its two ends are

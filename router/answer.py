@@ -174,7 +174,7 @@ class AnswerRun:
             fleet.need(
                 request.asked.model.name,
                 on_decode_only=needs_decode,
-                whole_rows=request.prompt.whole_rows,
+                sizes=request.prompt.sizes,
             ),
             excluded=attempts.setbacks.avoided(self._router.now()),
             fingerprint=request.answer.fingerprint if request.answer.token_ids else None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -39,6 +38,7 @@ from effuse.router.policy import (
     prospect,
 )
 from effuse.router.prefixes import SentPrefixes
+from effuse.router.sizes import NO_SIZES, Rooms, Size, Sizes, room_of, round_up
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ CHOICES: Final = 8
 """Decode workers that a choice among more draws, and prefill workers for each of their weights. The
 best of several keeps loads almost as even as the best of all (Mitzenmacher, The Power of Two
 Choices)."""
+ROOM_S: Final = 60.0
+"""How long a request that only a lost worker has room for waits and is not refused."""
 
 
 class FleetIndex:
@@ -88,7 +90,7 @@ class RoutedFleet:
         seats: Callable[[WorkerRecord], int] | None = None,
         peers: Peers | None = None,
     ) -> None:
-        self._seats = seats
+        self._seats, self._now = seats, now
         self.peers = Peers(now) if peers is None else peers
         self.view = view
         self.mode: Final[PrefillMode] = mode  # the role that prefills
@@ -102,7 +104,8 @@ class RoutedFleet:
         self._changed = asyncio.Event()
         self._waiting_for: dict[Hashable, Prospect] = {}  # of needs that were looked for just now
         self.index: FleetIndex | None = None  # of a large fleet, at the last look
-        self._rows: dict[tuple[str, Kind], set[int]] = {}  # of forwards, at the last look
+        self._last: dict[str, tuple[WorkerRecord, float]] = {}  # by worker id, and when it was seen
+        self._rooms: dict[tuple[str, Kind], set[Size]] = {}  # of these, at the last look
         self._freed: deque[WorkerLife] = deque(maxlen=CHOICES)  # that a request has just left
 
     def records(self) -> Sequence[WorkerRecord]:
@@ -121,29 +124,25 @@ class RoutedFleet:
         return [self._candidate(record, suspects) for record in self.records()]
 
     def need(
-        self, model: str, *, on_decode_only: bool = False, whole_rows: int = 0
+        self, model: str, *, on_decode_only: bool = False, sizes: Sizes = NO_SIZES
     ) -> AttemptNeeds:
-        """What a first attempt asks of the fleet, as things stand. `whole_rows`: its rows that one
-        forward has to compute."""
-        if whole_rows:
-            known = (self._rows.get((model, kind), ()) for kind in KINDS)
-            if whole_rows <= min(set[int]().union(*known), default=0):
-                whole_rows = 0  # every worker takes them, and equal needs are looked for once
+        """What a first attempt asks of the fleet, as things stand."""
+        known = (self._rooms.get((model, kind), ()) for kind in KINDS)
         return AttemptNeeds(
             model=model,
             mode="local" if on_decode_only else self.mode,
             broken=self.standing.broken_pairs(),
             doubtful=self.standing.doubtful_pairs(),
             by_pool=self._by_pool,
-            whole_rows=whole_rows,
+            sizes=Sizes(*map(round_up, sizes, known)),
         )
 
-    def most_rows(self, model: str, on_decode_only: bool) -> float:
-        """Most rows of one forward on the workers that an attempt takes; infinite if there are no
-        workers. A decode worker may lose a prompt's KV, and then computes it itself."""
+    def rooms(self, model: str, on_decode_only: bool) -> Rooms:
+        """For what workers have room that an attempt takes, or may come back, as far as known. A
+        decode worker may lose a prompt's KV, and then computes it itself."""
         is_local = on_decode_only or self.mode != "remote"
         kinds: tuple[Kind, ...] = ("decode",) if is_local else KINDS
-        return min(max(self._rows.get((model, kind), {math.inf})) for kind in kinds)
+        return {kind: found for kind in kinds if (found := self._rooms.get((model, kind)))}
 
     def place(self, need: AttemptNeeds) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
@@ -276,12 +275,23 @@ class RoutedFleet:
         """Announces what has changed in the view, and returns all workers."""
         candidates = self.candidates()
         self.index = FleetIndex(candidates) if len(candidates) > FEW else None
-        self._rows = _rows_of(candidates)
+        self._note_rooms(c.record for c in candidates)
         seen = {c.record.life: (c.record.role, c.condition) for c in candidates}
         if seen != self._seen:
             self._seen = seen
             self.announce_change()
         return candidates
+
+    def _note_rooms(self, records: Iterable[WorkerRecord]) -> None:
+        """Also of roles that workers may take. A worker that has gone may come back."""
+        now = self._now()
+        self._last |= {record.worker_id: (record, now) for record in records}
+        self._last = {name: one for name, one in self._last.items() if one[1] > now - ROOM_S}
+        self._rooms = {}
+        for record, _ in self._last.values():
+            for kind in KINDS:
+                if record.does(kind) or record.may_change_role:
+                    self._rooms.setdefault((record.model.name, kind), set()).add(room_of(record))
 
     async def ask_absent(self) -> None:
         """Asks each worker that is out how it is. One that is ready takes part again."""
@@ -376,16 +386,6 @@ class AttemptShare:
         )
         if had_own:
             self._fleet.announce_change()
-
-
-def _rows_of(candidates: Iterable[Candidate]) -> dict[tuple[str, Kind], set[int]]:
-    """How many rows workers compute in one forward, by model and kind of work."""
-    found: dict[tuple[str, Kind], set[int]] = {}
-    for record in (c.record for c in candidates):
-        for kind in filter(record.does, KINDS):
-            rows = record.capacity.max_num_batched_tokens
-            found.setdefault((record.model.name, kind), set()).add(rows)
-    return found
 
 
 def live_workers(

@@ -53,9 +53,10 @@ from effuse.router.request import SHOWN, AnswerState, EarlyRequest, EncodedPromp
 from effuse.router.request_states import Event
 from effuse.router.router import Router
 from effuse.router.shared_request import SharedRequest
+from effuse.router.sizes import sizes_of
 from effuse.router.tenants import NOBODY, QuotaShare, Tenant
 from effuse.router.tokenizer import AnswerText
-from effuse.router.validation import Asked, encode_prompt, fit, fit_rows, validate
+from effuse.router.validation import Asked, encode_prompt, fit, validate
 from effuse.telemetry import logs
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1.model_pb2 import TokenizeRequest
@@ -326,10 +327,10 @@ class _Handler:
         token_ids = await encode_prompt(asked, router.tokenizer)
         is_causal = asked.model.prompt_attention == "causal_blocks"
         prefix_keys = (keys_of if is_causal else key_of_whole)(token_ids, request.tenant.name)
-        most_tokens = fit(len(token_ids), asked)
-        most_rows = router.fleet.most_rows(asked.model.name, asked.settings.is_canvas)
-        rows = fit_rows(len(token_ids), most_tokens, asked, most_rows)
-        request.prompt = EncodedPrompt(array("I", token_ids), most_tokens, prefix_keys, rows)
+        rooms = router.fleet.rooms(asked.model.name, asked.settings.is_canvas)
+        most_tokens = fit(len(token_ids), asked, rooms)
+        sizes = sizes_of(len(token_ids), most_tokens, asked.model, asked.settings)
+        request.prompt = EncodedPrompt(array("I", token_ids), most_tokens, prefix_keys, sizes)
         request.asked = asked.without_prompt(SHOWN if router.config.show_requests else 0)
         router.steering.of(asked.model.name).load.note_prompt(len(token_ids), router.now())
         if asked.sent.output.echo:

@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effuse.placement.records import Kind, WorkerRecord
+from effuse.router.sizes import NO_SIZES, Sizes
 
 OWN_STEPS: Final = 4
 """Steps' worth of prompts that decode gets instead of prefill; more would only delay answers."""
@@ -108,13 +109,13 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     cached: Mapping[WorkerLife, int] = {}  # tokens of its prompt that workers may have
     prompt: PromptCost = PromptCost()
     by_pool: bool = False  # KV goes through a pool that both workers share, if they do
-    whole_rows: int = 0  # that each of its workers has to be able to compute in one forward
+    sizes: Sizes = NO_SIZES  # for which its workers need room
 
     @property
     def key(self) -> Hashable:
         sets = map(frozenset, (self.excluded, self.broken, self.doubtful, self.alone))
         facts = self.model, self.mode, self.fingerprint, self.holder, self.beside, self.num_answers
-        return (*facts, self.whole_rows, *sets)
+        return (*facts, self.sizes, *sets)
 
 
 class Placement(Struct, frozen=True):
@@ -144,13 +145,12 @@ def place(candidates: Sequence[Candidate], need: AttemptNeeds) -> Placement | No
     `auto` lets decode prefill a few prompts at a time if no prefill worker can hand over to it, or
     as of `_prefers_itself`; `remote` never, `local` always. An answer whose prompt's KV is at a
     worker goes there if it has a seat."""
-    usable = [c for c in candidates if _is_usable(c, need)]
-    for candidate in usable:
-        if candidate.record.life == need.beside and candidate.num_free_seats > 0:
-            return Placement(candidate.record, None, shares_prompt=True)
-    writers = [c for c in usable if c.record.does("prefill") and not c.is_full]
-    fitting = _by_fingerprint(() if need.mode == "local" else writers)
-    decoders = [c for c in usable if c.record.does("decode") and _may_decode(c, fitting, need)]
+    decoders = _usable(candidates, need, "decode")
+    if beside := [c for c in decoders if c.record.life == need.beside and c.num_free_seats > 0]:
+        return Placement(beside[0].record, None, shares_prompt=True)
+    writers = () if need.mode == "local" else _usable(candidates, need, "prefill")
+    fitting = _by_fingerprint(c for c in writers if not c.is_full)
+    decoders = [c for c in decoders if _may_decode(c, fitting, need)]
     if not decoders:
         return None
     decode = min(decoders, key=lambda c: _decode_score(c, fitting, need))
@@ -169,8 +169,7 @@ def prospect(candidates: Sequence[Candidate], need: AttemptNeeds) -> Prospect:
     if place(candidates, need) is not None:
         return Prospect.NOW
     idle = [replace(c, kept_for=None) for c in _idle(candidates)]
-    need = replace(need, alone=())
-    if place(idle, need) is not None:
+    if place(idle, need := replace(need, alone=())) is not None:
         return Prospect.SEAT
     return Prospect.NONE if _is_refused_for_good(idle, need) else Prospect.WORKER
 
@@ -205,9 +204,9 @@ def is_alone(record: WorkerRecord, alone: Collection[Kind]) -> bool:
 
 def _may_keep(candidates: Sequence[Candidate], need: AttemptNeeds, record: WorkerRecord) -> bool:
     """Of several workers of a role at most half are kept, and another one is ready."""
+    known = [c for c in candidates if c.condition is not Condition.DRAINING]
     wanted = record.role, need.model
-    known = [c for c in candidates if (c.record.role, c.record.model.name) == wanted]
-    known = [c for c in known if c.condition is not Condition.DRAINING]
+    known = [c for c in known if (c.record.role, c.record.model.name) == wanted]
     if len(known) == 1:
         return known[0].kept_for is None
     num_kept = sum(1 for c in known if c.kept_for)
@@ -245,30 +244,31 @@ def why_refused(candidates: Sequence[Candidate], model: str) -> str:
 def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
     """Returns which workers a waiting request lacks, and how those are that the router knows."""
     ours = [c for c in candidates if c.record.model.name == need.model]
-    usable = [c for c in ours if _is_usable(c, need)]
+    decoders, writers = _usable(ours, need, "decode"), _usable(ours, need, "prefill")
     kinds: tuple[Kind, ...] = ("decode", "prefill") if need.mode == "remote" else ("decode",)
     for kind in kinds:
-        if not any(c.record.does(kind) for c in usable):
+        if not (decoders if kind == "decode" else writers):
             known = [c for c in ours if c.record.does(kind)]
-            states = ", ".join(f"{c.record.worker_id} is {_state(c, need)}" for c in known[:4])
-            return f"no live {kind} worker serves {need.model!r} ({states or 'none is known'})"
+            known.sort(key=lambda c: not need.sizes.fit(kind, c.record))
+            found = (f"{c.record.worker_id} is {_state(c, need, kind)}" for c in known[:4])
+            states = ", ".join(found) or "none is known"
+            return f"no live {kind} worker serves {need.model!r} ({states})"
     if need.mode == "remote" and (refused := why_refused(candidates, need.model)):
         return refused
-    decoders = [c.record for c in usable if c.record.does("decode")]
-    if not any(need.fingerprint in (None, one.fingerprint) for one in decoders):
+    if not any(need.fingerprint in (None, c.record.fingerprint) for c in decoders):
         return "no live decode worker has the weights and settings with which the answer began"
-    if need.mode == "remote" and len(usable) == 1:
-        return f"{usable[0].record.worker_id} needs another worker to prefill (--prefill remote)"
-    writers = [c.record for c in usable if c.record.does("prefill")]
-    differ = next(filter(None, (w.difference_from(d) for w in writers for d in decoders)), "")
+    if need.mode == "remote" and decoders == writers and len(decoders) == 1:
+        return f"{decoders[0].record.worker_id} needs another worker to prefill (--prefill remote)"
+    pairs = ((w.record, d.record) for w in writers for d in decoders)
+    differ = next(filter(None, (w.difference_from(d) for w, d in pairs)), "")
     return f"no prefill worker of {need.model!r} matches a decode worker or reaches one{differ}"
 
 
-def _state(candidate: Candidate, need: AttemptNeeds) -> str:
+def _state(candidate: Candidate, need: AttemptNeeds, kind: Kind) -> str:
     if candidate.condition is not Condition.READY:
         return str(candidate.condition.value)
-    if candidate.record.capacity.max_num_batched_tokens < need.whole_rows:
-        return "too small for the prompt"
+    if not need.sizes.fit(kind, candidate.record):
+        return "too small for the request"
     return "failing" if candidate.record.life in need.excluded else "reserved for another request"
 
 
@@ -276,9 +276,8 @@ def _links(
     candidates: Iterable[Candidate], need: AttemptNeeds
 ) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
     """Each prefill worker with each decode worker that it fits."""
-    usable = [c for c in candidates if _is_usable(c, need)]
-    fitting = _by_fingerprint(c for c in usable if c.record.does("prefill"))
-    for receiver in (c for c in usable if c.record.does("decode")):
+    fitting = _by_fingerprint(_usable(candidates, need, "prefill"))
+    for receiver in _usable(candidates, need, "decode"):
         for writer in fitting.get(receiver.record.fingerprint_text, ()):
             if writer is not receiver:
                 yield writer.record, receiver.record
@@ -291,21 +290,22 @@ def _is_refused_for_good(candidates: Sequence[Candidate], need: AttemptNeeds) ->
         return False
     links = list(_links(ours, replace(need, excluded=())))
     return bool(links) and not any(
-        writer.may_push_to(receiver)
-        or (writer.has_connector_of(receiver) and writer.link_to(receiver) is None)
-        for writer, receiver in links
+        w.may_push_to(d) or (w.has_connector_of(d) and w.link_to(d) is None) for w, d in links
     )
 
 
-def _is_usable(candidate: Candidate, need: AttemptNeeds) -> bool:
-    record = candidate.record
-    return (
-        candidate.condition is Condition.READY
-        and record.model.name == need.model
-        and record.life not in need.excluded
-        and record.capacity.max_num_batched_tokens >= need.whole_rows
-        and _is_its_own(candidate, need)
-    )
+def _usable(candidates: Iterable[Candidate], need: AttemptNeeds, kind: Kind) -> list[Candidate]:
+    """Those that take part, and may do this kind of work for the request."""
+    return [
+        c
+        for c in candidates
+        if c.condition is Condition.READY
+        and c.record.does(kind)
+        and c.record.model.name == need.model
+        and c.record.life not in need.excluded
+        and need.sizes.fit(kind, c.record)
+        and _is_its_own(c, need)
+    ]
 
 
 def _is_its_own(candidate: Candidate, need: AttemptNeeds) -> bool:

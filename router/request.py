@@ -27,6 +27,7 @@ from effuse.router.request_states import (
     IllegalRequestEvent,
     State,
 )
+from effuse.router.sizes import NO_SIZES, Sizes
 from effuse.router.tenants import NOBODY, Tenant
 from effuse.router.tokenizer import AnswerText
 from effuse.router.validation import Asked
@@ -61,7 +62,7 @@ class EncodedPrompt(NamedTuple):
     token_ids: Sequence[int] = ()  # an array, which takes a ninth of a list's bytes
     max_tokens: int = 0  # of the answer
     prefix_keys: tuple[bytes, ...] = ()  # of its prefixes; empty if no worker can reuse them
-    whole_rows: int = 0  # that one forward has to compute; 0 if it can be cut
+    sizes: Sizes = NO_SIZES  # for which its workers need room
 
 
 NO_PROMPT: Final = EncodedPrompt()

@@ -13,7 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from effuse.placement.records import (
     MalformedRecord,
@@ -61,7 +61,8 @@ class Catalogue:
 
     def live(self) -> dict[str, ModelInfo]:
         """Models that a worker serves or will again, by name. Decode workers describe them first,
-        and of several always the same one, so that equal requests take equal defaults."""
+        and of several always the same one, so that equal requests take equal defaults. The
+        context is the longest one, because a request goes to a worker that can hold it."""
         if self._index is not None and self._index is self._fleet.index:
             return self._live
         known = self._fleet.records()
@@ -69,13 +70,18 @@ class Catalogue:
             return self._live
         condition = self._fleet.standing.condition
         best: dict[str, WorkerRecord] = {}
+        longest: dict[str, int] = {}
         for one in sorted(known, key=attrgetter("worker_id"), reverse=True):
-            held = best.get(one.model.name)
+            name, length = one.model.name, one.model.max_model_len
+            longest[name] = max(length, longest.get(name, 0))
+            held = best.get(name)
             if held is not None and (held.does("decode") or not one.does("decode")):
                 continue
             if condition(one) is not Condition.DRAINING:
-                best[one.model.name] = one
-        models = {name: record.model for name, record in best.items()}
+                best[name] = one
+        models = {
+            name: replace(one.model, max_model_len=longest[name]) for name, one in best.items()
+        }
         self._known |= models
         self._live, self._of, self._index = models, known, self._fleet.index
         return models

@@ -45,6 +45,7 @@ from effuse.router.findings import (
     shown,
 )
 from effuse.router.measures import NO_GOALS, Goals
+from effuse.router.sizes import AT_ONCE, NO_ROOMS, Rooms, room_for, sizes_of
 from effuse.router.special_tokens import strings_of
 from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2 as pb
@@ -181,46 +182,45 @@ def _check_objectives(
     return classes.get(name, RequestClass()), own
 
 
-def fit(prompt_len: int, asked: Asked) -> int:
-    """Returns how many tokens to generate; raises `InvalidRequest` with the numbers if prompt
-    and answer exceed the model's context."""
-    model, stopping, most = asked.model, asked.sent.stopping, asked.most_tokens
-    has_own = stopping.HasField("max_tokens")
-    room = model.max_model_len - prompt_len
+def fit(prompt_len: int, asked: Asked, rooms: Rooms = NO_ROOMS) -> int:
+    """Returns how many tokens to generate; raises `InvalidRequest` with the numbers if no worker
+    can ever hold prompt and answer. `rooms`: those of the fleet's workers, as far as known."""
+    model, settings, stopping = asked.model, asked.settings, asked.sent.stopping
+    has_own, most = stopping.HasField("max_tokens"), asked.most_tokens
+    (most_tokens, why), answers = room_for(prompt_len, model, settings, rooms)
+    room, bound = max(answers.values(), default=(0, ""))
     findings = Findings()
     if prompt_len == 0:
         findings.add("prompt", "text that makes at least one token", "none")
-    elif room < 1:
-        limit = f"at most {model.max_model_len - 1} prompt tokens, so that one can be generated"
-        findings.add("prompt", limit, f"{prompt_len} tokens")
-    elif has_own and most > room:
-        limit = (
-            f"at most {room}: the prompt has {prompt_len} tokens and the model accepts "
-            f"{model.max_model_len} in all"
+    elif prompt_len > most_tokens:
+        findings.add(
+            "prompt", f"at most {most_tokens} prompt tokens, {why}", f"{prompt_len} tokens"
         )
+    elif has_own and most > room:
+        limit = f"at most {room}: the prompt has {prompt_len} tokens and {bound}"
         findings.add("stopping.max_tokens", limit, most)
-    found = most if has_own else min(most, max(room, 0))
+    found = most if has_own else min(most, room)
     if stopping.min_tokens > found and not findings.violations:
         limit = f"at most {found}, the model's max_tokens within the room that the prompt leaves"
         findings.add("stopping.min_tokens", limit, stopping.min_tokens)
     findings.raise_any()
+    _check_rows(
+        prompt_len, found, asked, max(r.rows for r, (n, _) in answers.items() if n >= found)
+    )
     return found
 
 
-def fit_rows(prompt_len: int, max_tokens: int, asked: Asked, most: float) -> int:
-    """Returns the rows that one forward has to compute, 0 if the prompt can be cut; raises
-    `InvalidRequest` with the numbers for more than `most`, the fleet's own limit."""
-    if asked.model.prompt_attention != "bidirectional":
-        return 0
-    parts, tokens, passes = "", prompt_len, 1
-    if asked.settings.is_canvas:
-        parts, tokens = "prompt and answer of ", prompt_len + max_tokens
-        passes += asked.settings.cfg_scale > 0
-    if tokens * passes > most:
-        limit = f"expected {parts}at most {int(most) // passes} tokens, which this fleet's workers"
-        why = f"{limit} compute at once (--max-num-batched-tokens), got {tokens} tokens"
-        raise InvalidRequest.of("prompt", why)
-    return tokens * passes
+def _check_rows(prompt_len: int, max_tokens: int, asked: Asked, most: int) -> None:
+    """Refuses steps of more rows than the workers with room for everything else compute."""
+    end, size, window = prompt_len + max_tokens, asked.model.block_size, asked.settings.most_active
+    rows = sizes_of(prompt_len, max_tokens, asked.model, asked.settings).decode.rows
+    passes = rows // end or 1
+    if rows > most and asked.settings.is_canvas:
+        limit = f"expected prompt and answer of at most {most // passes} tokens"
+        raise InvalidRequest.of("prompt", f"{limit}, {AT_ONCE}, got {end} tokens")
+    if rows > most:
+        limit = f"expected at most {most // size - 1} blocks of {size}, beside a settled one"
+        raise InvalidRequest.of("decoding.window", f"{limit}, {AT_ONCE}, got {window}")
 
 
 def _check_numbers(request: pb.GenerateRequest, model: ModelInfo, findings: Findings) -> None:

@@ -366,6 +366,7 @@ class Supervisor:
             stages=config.pipeline_parallel_size,
             max_num_seqs=config.max_num_seqs * config.num_replicas,
             max_num_batched_tokens=config.max_num_batched_tokens * config.num_replicas,
+            replicas=config.num_replicas,
         )
         self.life = self.last_life = EngineLife(client, ready, capacity, load, now)
         self._progress = replace(self._progress, is_ready=True)

@@ -46,7 +46,7 @@ def test_a_field_of_a_newer_release_is_ignored() -> None:
 
 def test_a_worker_of_an_older_release_promises_nothing() -> None:
     value = json.loads(encode(redis_server.RECORD))
-    del value["model"]["deterministic"]
+    del value["model"]["deterministic"], value["capacity"]["replicas"]
     assert decode_worker(json.dumps(value).encode()) == redis_server.RECORD
     assert not redis_server.RECORD.model.deterministic
 

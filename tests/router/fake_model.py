@@ -90,7 +90,10 @@ def worker_record(
         fingerprint=(("weights", fingerprint),),
         model=model_info(model),
         capacity=Capacity(
-            total_pages=256, page_size=16, max_num_seqs=64, max_num_batched_tokens=512
+            total_pages=max(256, MAX_MODEL_LEN // 16),
+            page_size=16,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
         ),
         load=load or Load(total_pages=256, free_pages=256),
     )

@@ -90,7 +90,7 @@ def test_a_prompt_is_named_that_a_worker_or_the_whole_fleet_refuses(
         await fleet.announce()
         status, _, told = await post(fleet, path, sent)
         assert (status, told["error"]["param"]) == (400, param)
-        assert told["error"]["message"].startswith(f"{param}: expected at most 1 tokens")
+        assert told["error"]["message"].startswith(f"{param}: expected at most 1 prompt tokens")
 
     run(body)
 

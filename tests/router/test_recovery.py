@@ -309,21 +309,22 @@ def test_a_request_that_has_no_token_yet_may_take_other_weights() -> None:
 def test_decode_workers_prefill_a_few_prompts_at_a_time_and_the_rest_waits() -> None:
     async def body(fleet: FakeFleet) -> None:
         (worker,) = fleet.decode
-        small = msgspec.structs.replace(worker.record.capacity, max_num_batched_tokens=4)
+        small = msgspec.structs.replace(worker.record.capacity, max_num_batched_tokens=8)
         cut = msgspec.structs.replace(worker.record.model, prompt_attention="causal_blocks")
         worker.record = msgspec.structs.replace(worker.record, capacity=small, model=cut)
         await fleet.announce()
         go, answering = asyncio.Event(), asyncio.Event()
         worker.at["reserved"] = holds(go)
         worker.at["commit 1"] = holds(answering)
-        asking = [asyncio.create_task(ask(fleet)) for _ in range(3)]
+        decoding = pb.DecodingParams(window=1)
+        asking = [asyncio.create_task(ask(fleet, decoding=decoding)) for _ in range(4)]
         stalled = "effuse_num_requests_stalled"
-        await until(lambda: len(worker.running) == 2)
+        await until(lambda: len(worker.running) == 3)
         await until(lambda: fleet.metric(stalled, reason="seat") == 1)
-        assert len(worker.requests) == 2, "16 tokens are four steps' worth, a prompt has 11"
+        assert len(worker.requests) == 3, "32 tokens are four steps' worth, a prompt has 11"
         go.set()
-        await until(lambda: len(worker.requests) == 3)
-        assert len(worker.running) == 3, "it waited for prompts and not for answers"
+        await until(lambda: len(worker.requests) == 4)
+        assert len(worker.running) == 4, "it waited for prompts and not for answers"
         answering.set()
         assert {answer.text for answer in await asyncio.gather(*asking)} == {TEXT}
         (candidate,) = fleet.router.fleet.candidates()

@@ -65,6 +65,19 @@ def test_models_are_those_of_the_workers_now() -> None:
         assert catalogue.live() is catalogue.live(), "read once for each view"
 
 
+def test_a_model_has_the_longest_context_of_its_workers() -> None:
+    view = FleetView(cast(Store, None))
+    catalogue = Catalogue(RoutedFleet(view, "auto", time.monotonic))
+    seen = []
+    for name, length in (("d-a", 128), ("d-b", 512), ("d-c", 256)):
+        record = worker_record(name, "decode")
+        model = msgspec.structs.replace(record.model, max_model_len=length)
+        seen.append((StoredWorker.of(msgspec.structs.replace(record, model=model)), 60.0))
+    now = time.monotonic()
+    view._snapshot = merge(Snapshot({}, False), seen, now, now)
+    assert catalogue.live()["fake"].max_model_len == 512
+
+
 def test_a_worker_is_never_asked_for_more_than_its_seats() -> None:
     async def body(fleet: FakeFleet) -> None:
         worker = fleet.decode[0]

@@ -43,12 +43,12 @@ from effuse.protos.errors import (
 )
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker import front, supervisor
-from effuse.worker.config import WorkerConfig
+from effuse.worker.config import DecodeConfig
 from effuse.worker.front import Front
 from effuse.worker.supervisor import GaveUp, new_incarnation
 from effuse.worker.watchdog import Backoff
 
-CONFIG = WorkerConfig(hang_timeout_s=60.0, drain_s=10.0, log_level="error")
+CONFIG = DecodeConfig(hang_timeout_s=60.0, drain_s=10.0, log_level="error")
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 DECODE, WORKER = "effuse.v1.DecodeService", "effuse.v1.WorkerService"
@@ -240,7 +240,7 @@ def test_the_port_of_a_worker_that_is_superseded_outlives_its_engine(
 ) -> None:
     monkeypatch.setattr(supervisor, "_STOP_GRACE_S", 1.0)
 
-    async def serve(config: WorkerConfig, made: asyncio.Future[Front]) -> None:
+    async def serve(config: DecodeConfig, made: asyncio.Future[Front]) -> None:
         async with asyncio.TaskGroup() as tasks:
             made.set_result(Front(config, fronts.use_fake_engine(make_role()), tasks))
             await made.result().run(asyncio.Event())
@@ -294,7 +294,11 @@ def test_a_worker_announces_itself_its_new_life_and_its_end(
     async def go() -> None:
         with redis_server.running() as server:
             config = dataclasses.replace(
-                CONFIG, redis_url=server.connection_url, fleet="blue", worker_id="d0"
+                CONFIG,
+                redis_url=server.connection_url,
+                fleet="blue",
+                worker_id="d0",
+                data_parallel_size=2,
             )
             async with Store(server.connection_url, "blue", timeout_s=20.0) as store:
                 view = FleetView(store)
@@ -308,7 +312,8 @@ def test_a_worker_announces_itself_its_new_life_and_its_end(
                     await eventually(lambda: shows(old))
                     (record,) = view.workers()
                     assert (record.worker_id, record.model.name) == ("d0", "fake")
-                    assert record.capacity.total_pages == fake_engine.PAGES
+                    capacity = record.capacity
+                    assert (capacity.total_pages, capacity.replicas) == (fake_engine.PAGES, 2)
                     await failure(one, decode_request("crash", old, fake_engine.CRASH))
                     await one.until_new_life(old)
                     await eventually(lambda: shows(one.incarnation))
