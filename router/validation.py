@@ -177,7 +177,7 @@ def _check_objectives(
         return RequestClass(), own
     name, form = request.request_class, f"one of {', '.join(classes)}"
     if name not in classes:
-        none = "no value, because no router's --request-class defines one"
+        none = "no value, because no classes are defined (--request-class of a router)"
         findings.add("request_class", form if classes else none, shown(name))
     return classes.get(name, RequestClass()), own
 

@@ -71,7 +71,7 @@ def test_an_unknown_class_is_refused_with_the_known_ones() -> None:
         asked(request_class="fast")
     with pytest.raises(errors.InvalidRequest, match="expected one of chat, batch, got ''"):
         asked(request_class="")
-    with pytest.raises(errors.InvalidRequest, match="no router's --request-class defines one"):
+    with pytest.raises(errors.InvalidRequest, match="no classes are defined"):
         validate(request(request_class="chat"), model_info(), is_stream=True)
 
 
