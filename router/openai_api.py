@@ -56,7 +56,7 @@ class HttpCall:
         self.request = HttpRequest(scope, receive)
         self._receive = receive
         self._send = send
-        self.request_id = f"req-{secrets.token_hex(12)}"
+        self.request_id = _new_id()
         self.has_begun = False  # whether the response's status was sent
 
     def time_remaining(self) -> float | None:
@@ -305,6 +305,10 @@ async def _send_error(call: HttpCall, error: EffuseError) -> None:
     await call.respond(_json(error_body(error), status=int(status_of(error)), headers=headers))
 
 
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
 def _too_large(most_bytes: int) -> HTTPException:
     return HTTPException(413, f"expected a body of at most {most_bytes} bytes")
 
@@ -316,7 +320,8 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
         message = (
             f"expected a route of this server, got {shown(f'{request.method} {request.url.path}')}"
         )
-    return _json(error_object(message), status=error.status_code, headers=error.headers)
+    headers = {**(error.headers or {}), REQUEST_ID_KEY: _new_id()}  # a route has its call's id
+    return _json(error_object(message), status=error.status_code, headers=headers)
 
 
 def _json(

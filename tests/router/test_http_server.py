@@ -198,9 +198,14 @@ def test_a_client_that_leaves_within_its_body_is_no_failure() -> None:
 
 def test_every_error_has_the_id_of_a_request() -> None:
     async def body(fleet: FakeFleet) -> None:
-        for sent in (head(length=9) + b"{" * 9, head(length=9, more="Content-Encoding: br\r\n")):
+        for sent in (
+            head(length=9) + b"{" * 9,
+            head(length=9, more="Content-Encoding: br\r\n"),
+            head(length=0).replace(b"completions", b"nothing"),
+            head(length=0).replace(b"POST", b"PUT"),
+        ):
             top, _ = await answer_to(fleet, sent, closes=False)
-            assert b"x-request-id: req-" in top
+            assert top.count(b"x-request-id: req-") == 1
 
     serve(body)
 
