@@ -313,6 +313,8 @@ def _in_type(name: str, hint: object, value: object) -> object:
     is_switch = isinstance(value, bool)
     if is_switch is not (kind is bool) or not isinstance(value, accepted):
         raise TypeError(f"{name}: expected {form}, got {value!r}")
+    if kind is Path and value == "":  # which would be the working directory
+        raise ValueError(f"{name}: expected {form}, got ''")
     return convert(value)
 
 

@@ -75,6 +75,13 @@ def test_options_of_other_types_are_refused_by_name(option: dict[str, Any], told
         effuse.LLM(**option)
 
 
+@pytest.mark.parametrize("name", ["model", "adapter", "kv_offloading_dir"])
+def test_an_empty_path_is_not_the_working_directory(name: str) -> None:
+    option: dict[str, Any] = {name: ""}
+    with pytest.raises(ValueError, match=f"^{name}: expected a path, got ''$"):
+        effuse.LLM(**option)
+
+
 @pytest.mark.parametrize("name", ["attention", "kv_layout", "default_algorithm"])
 def test_a_choice_that_there_is_not_is_refused(name: str) -> None:
     option: dict[str, Any] = {name: "none such"}
