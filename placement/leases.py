@@ -129,7 +129,7 @@ class Announcer:
         self._on_superseded = on_superseded
         self._now = now
         self._lease = Lease()
-        self._is_announced = True  # as far as the log shows
+        self._faults: set[str] = set()  # for which it is not announced, as far as the log shows
         self.wake = asyncio.Event()  # to announce soon, because an urgent part has changed
         # A release waits for the running announcement, whose answer would undo the release.
         self._turn = asyncio.Lock()
@@ -175,14 +175,14 @@ class Announcer:
         try:
             event = await self._ask(record)
         except StoreUnavailable as error:
-            if self._is_announced:
-                LOG.warning("%s is not announced: %s", record.worker_id, error)
-            self._is_announced = False
+            if (fault := str(error)) not in self._faults:
+                LOG.warning("%s is not announced: %s", record.worker_id, fault)
+            self._faults.add(fault)
             event = LeaseEvent.UNREACHABLE
         else:
-            if not self._is_announced:
+            if self._faults:
                 LOG.info("%s is announced", record.worker_id)
-            self._is_announced = True
+            self._faults.clear()
         self._lease = advance(before, event, self._now())
         if self._lease.state is not before.state:
             LOG.info("lease of %s is %s", record.worker_id, self._lease.state.value)
@@ -313,6 +313,7 @@ class FleetView:
         self._poll_s = poll_s
         self._now = now
         self._snapshot = Snapshot({}, False)
+        self._faults: set[str] = set()  # of polls since the last one that was answered
         self.polled = asyncio.Event()  # set once the first poll has ended
 
     @property
@@ -369,12 +370,17 @@ class FleetView:
         try:
             answer = await (self._read_news(asked_at) if self._only_news else self._store.workers())
         except StoreUnavailable as error:
+            if (fault := str(error)) in self._faults:
+                pass
+            elif self._snapshot.polled_at > -math.inf:
+                LOG.warning("keeping the last known view of the fleet: %s", fault)
+            else:
+                LOG.warning("no process of the fleet is known yet: %s", fault)
+            self._faults.add(fault)
             if self._snapshot.is_current:
-                LOG.warning("keeping the last known view of the fleet: %s", error)
                 self._snapshot = replace(self._snapshot, is_current=False)
-            elif not self.polled.is_set():
-                LOG.warning("no process of the fleet is known yet: %s", error)
         else:
+            self._faults.clear()
             if not self._snapshot.is_current:
                 LOG.info("the view of the fleet is current again")
             began = time.thread_time()

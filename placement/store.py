@@ -62,14 +62,14 @@ class Claim:
 @dataclass(slots=True)
 class Circuit:
     """Whether to ask Redis now: after consecutive failures callers are refused, for `first_s` after
-    the first failure and twice as long after each further one, up to `most_s`. It does no I/O.
-    """
+    the first failure and twice as long after each further one, up to `most_s`. It does no I/O."""
 
     now: Callable[[], float]  # monotonic seconds
     first_s: float = 0.1
     most_s: float = 2.0
     failures: int = 0
     open_until: float = 0.0
+    why: str = ""  # the last failure
 
     @property
     def is_open(self) -> bool:
@@ -79,10 +79,10 @@ class Circuit:
         self.failures = 0
         self.open_until = 0.0
 
-    def failed(self) -> None:
+    def failed(self, why: str) -> None:
         pause = min(self.first_s * 2.0**self.failures, self.most_s)
         self.failures = min(self.failures + 1, 32)
-        self.open_until = self.now() + pause
+        self.open_until, self.why = self.now() + pause, why
 
 
 class Keys:
@@ -362,7 +362,7 @@ class Store:
         self, command: Callable[[], Awaitable[object]], circuit: Circuit
     ) -> object:
         if circuit.is_open:
-            raise StoreUnavailable("Redis did not answer a moment ago")
+            raise StoreUnavailable(circuit.why)
         task = asyncio.current_task()
         cancelled = task.cancelling() if task else 0
         try:
@@ -372,11 +372,12 @@ class Store:
             circuit.succeeded()  # Redis answers, and read-only calls still succeed
             raise StoreFull(f"Redis is full: {error}") from error
         except (*FAULTS, TimeoutError) as error:
+            why = f"Redis: {reason_of(error, self._access)}"
             if not str(error).startswith("WRONGTYPE"):  # the value is not ours, but Redis answers
-                circuit.failed()
+                circuit.failed(why)
             if isinstance(error, ReadOnlyError) or str(error).startswith("NOREPLICAS"):
                 await let_go(self._redis, self._timeout_s)
-            raise StoreUnavailable(f"Redis: {reason_of(error, self._access)}") from error
+            raise StoreUnavailable(why) from error
         finally:
             if task and task.cancelling() > cancelled:
                 # redis-py writes through asyncio.wait_for, in which Python 3.11 may lose it.

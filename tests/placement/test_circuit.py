@@ -18,7 +18,7 @@ def test_pauses_double_up_to_the_most() -> None:
     circuit = Circuit(lambda: now, first_s=0.1, most_s=0.5)
     pauses = []
     for _ in range(5):
-        circuit.failed()
+        circuit.failed("Redis: gone")
         pauses.append(round(circuit.open_until - now, 6))
         now = circuit.open_until
     assert pauses == [0.1, 0.2, 0.4, 0.5, 0.5]
@@ -27,11 +27,11 @@ def test_pauses_double_up_to_the_most() -> None:
 def test_open_only_until_its_time_and_closed_by_an_answer() -> None:
     now = 0.0
     circuit = Circuit(lambda: now, first_s=1.0)
-    circuit.failed()
+    circuit.failed("Redis: gone")
     assert circuit.is_open
     now = 1.0
     assert not circuit.is_open
-    circuit.failed()
+    circuit.failed("Redis: gone")
     circuit.succeeded()
     assert not circuit.is_open
     assert circuit.failures == 0
@@ -40,7 +40,7 @@ def test_open_only_until_its_time_and_closed_by_an_answer() -> None:
 def test_a_very_long_outage_does_not_overflow() -> None:
     circuit = Circuit(lambda: 0.0)
     for _ in range(5000):
-        circuit.failed()
+        circuit.failed("Redis: gone")
     assert circuit.open_until == circuit.most_s
 
 

@@ -6,14 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Literal
 
 import pytest
 import redis
 import redis_server
 
-from effuse.placement.leases import GRACE_S, MOST_PARDONS, FleetView, Snapshot, merge, pause_s
-from effuse.placement.records import WorkerRecord, encode
-from effuse.placement.store import Store
+from effuse.placement.leases import (
+    GRACE_S,
+    MOST_PARDONS,
+    Announcer,
+    FleetView,
+    Snapshot,
+    merge,
+    pause_s,
+)
+from effuse.placement.records import StoredWorker, WorkerRecord, encode
+from effuse.placement.store import Store, StoreUnavailable
 
 EMPTY = Snapshot({}, False)
 
@@ -185,6 +197,41 @@ def test_a_server_that_never_was_there_is_told_of_once(caplog: pytest.LogCapture
     asyncio.run(go())
     (told,) = caplog.messages
     assert told.startswith("no process of the fleet is known yet: Redis: Error 111 connecting")
+
+
+def test_each_reason_is_logged_once_until_the_server_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Refusing(Store):
+        async def workers(self) -> list[tuple[StoredWorker, float]]:
+            return self._refuse()
+
+        async def announce(self, *_: object, **__: object) -> Literal["held"]:
+            self._refuse()
+            return "held"
+
+        def _refuse(self) -> list[tuple[StoredWorker, float]]:
+            if why := whys.pop(0):
+                raise StoreUnavailable(why)
+            return []
+
+    async def go(do: Callable[[], Awaitable[object]]) -> list[str]:
+        caplog.clear()
+        whys[:] = ["", "closed", "closed", "password", "closed", "", "closed"]
+        for _ in range(7):
+            await do()
+        return [text.rpartition(": ")[2] for text in caplog.messages if "lease" not in text]
+
+    whys: list[str] = []
+    store = Refusing("redis://127.0.0.1:1", "blue")
+    view, record = FleetView(store), redis_server.RECORD
+    announcer = Announcer(store, lambda: record, "process-1")
+    caplog.set_level(logging.INFO)
+    current, announced = "the view of the fleet is current again", "decode-0 is announced"
+    reasons = ["closed", "password"]
+    assert asyncio.run(go(view.poll)) == [current, *reasons, current, "closed"]
+    announce = partial(announcer._announce, record)
+    assert asyncio.run(go(announce)) == [*reasons, announced, "closed"]
 
 
 def test_run_polls_until_it_is_cancelled() -> None:
