@@ -192,6 +192,10 @@ class OpenAiApi:
 
     async def _answer(self, call: HttpCall, wanted: Wanted) -> None:
         """Waits until the requests are accepted, and sends the answers."""
+        if len(wanted.requests) > 1:  # each is counted only once it runs
+            count = wanted.num_answers * len(wanted.requests)
+            with self._serving.counting_refusals():
+                self._serving.router.quotas.check(self._serving.tenant(), count, "prompt")
         accepted = []
         for at, message in enumerate(wanted.requests):
             with wanted.in_its_words(at):

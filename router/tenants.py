@@ -184,13 +184,13 @@ class Quotas:
         self._now = now
         self._accounts: dict[str, Account] = {}
 
-    def check(self, tenant: Tenant, num_answers: int = 1) -> None:
+    def check(self, tenant: Tenant, num_answers: int = 1, field: str = "n") -> None:
         """Raises `Overloaded` if a tenant may not begin another request for so many answers now,
-        and `InvalidRequest` if it never may."""
+        and `InvalidRequest`, which names `field`, if it never may."""
         most = tenant.max_requests
         if most is not None and num_answers > most:
-            found = f"expected at most {most}, the limit of requests for this key, got"
-            raise InvalidRequest.of("n", f"{found} {num_answers}")
+            found = f"expected at most {most} answers, the limit of requests for this key, got"
+            raise InvalidRequest.of(field, f"{found} {num_answers}")
         account = self._accounts.get(tenant.name)
         if account is None:
             return

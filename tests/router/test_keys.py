@@ -162,7 +162,7 @@ def test_each_answer_counts_as_a_request() -> None:
         share.end_answers(1)  # and no longer than it runs
         quotas.check(tenant, 2)
     quotas.check(tenant, 4)
-    with pytest.raises(InvalidRequest, match="n: expected at most 4"):
+    with pytest.raises(InvalidRequest, match="n: expected at most 4 answers"):
         quotas.check(tenant, 5)
 
 

@@ -237,6 +237,27 @@ def test_a_token_is_asked_for_where_there_are_keys(tmp_path: Any) -> None:
     run(body, keys=keys)
 
 
+def test_each_of_several_prompts_counts_as_a_request(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(line_of("a-token", Tenant("team", max_requests=3)) + "\n")
+
+    async def body(fleet: FakeFleet) -> None:
+        client, go = client_of(fleet, "a-token"), asyncio.Event()
+        with pytest.raises(openai.BadRequestError, match="expected at most 3 answers") as never:
+            await client.completions.create(model="fake", prompt=["a", "b"], n=2)
+        assert never.value.param == "prompt" and not fleet.prefill[0].prompts
+        fleet.decode[0].at["commit 1"] = holds(go)
+        first = asyncio.create_task(client.completions.create(model="fake", prompt=["a", "b"]))
+        await until(lambda: len(fleet.decode[0].running) == 2)
+        with pytest.raises(openai.RateLimitError, match="2 requests of this key's tenant"):
+            await client.completions.create(model="fake", prompt=["c", "d"])
+        assert fleet.metric("effuse_refused_total", status="RESOURCE_EXHAUSTED") == 1
+        go.set()
+        assert len((await first).choices) == 2
+
+    run(body, keys=keys)
+
+
 def test_a_client_that_goes_away_ends_its_request() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].at["commit 1"] = holds(asyncio.Event())
