@@ -160,11 +160,16 @@ class Rendering:
         return {
             "tokens": tokens,
             "token_logprobs": [one.logprob for _, one in pairs],
-            "top_logprobs": [
-                {self.text_of(token): value for token, value in _likeliest(one)} for _, one in pairs
-            ],
+            "top_logprobs": [self._by_text(one) for _, one in pairs],
             "text_offset": offsets[:-1],
         }
+
+    def _by_text(self, one: pb.TokenLogprobs) -> dict[str, float]:
+        """Of several tokens with one text, such as parts of characters, the likeliest counts."""
+        found: dict[str, float] = {}
+        for token, value in _likeliest(one):
+            found.setdefault(self.text_of(token), value)
+        return found
 
     def _token(self, token: int, one: pb.TokenLogprobs) -> Json:
         top = [_logprob(self.text_of(token), value) for token, value in _likeliest(one)]

@@ -6,7 +6,14 @@ from effuse.router.openai_answers import Rendering
 from effuse.router.openai_requests import Endpoint, Json, request_of
 from effuse.v1 import generation_pb2 as pb
 
-TEXTS = {1: "a", 2: "b", 3: "c", 4: "d", 5: "\N{REPLACEMENT CHARACTER}"}
+TEXTS = {
+    1: "a",
+    2: "b",
+    3: "c",
+    4: "d",
+    5: "\N{REPLACEMENT CHARACTER}",
+    6: "\N{REPLACEMENT CHARACTER}",
+}
 
 
 def rendering(endpoint: Endpoint, **fields: object) -> Rendering:
@@ -39,6 +46,15 @@ def test_a_part_of_a_character_has_no_bytes() -> None:
     (chunk,) = drawn.chunks(0, commit("a", 1, 5), 3)
     told = chunk["choices"][0]["logprobs"]["content"]
     assert [one["bytes"] for one in told] == [[97], None]
+
+
+def test_the_likeliest_of_several_tokens_with_one_text_counts() -> None:
+    drawn = rendering("completion", logprobs=3)
+    event = commit("a", 1)
+    event.commit.logprobs[0].top_token_ids.extend([6, 1, 5])
+    event.commit.logprobs[0].top_logprobs.extend([-0.5, -1.0, -3.0])
+    (chunk,) = drawn.chunks(0, event, 3)
+    assert chunk["choices"][0]["logprobs"]["top_logprobs"] == [{TEXTS[5]: -0.5, "a": -1.0}]
 
 
 def test_usage_counts_the_tokens_up_to_each_chunk_if_each_has_it() -> None:
