@@ -160,7 +160,7 @@ class Fleet:
         """Replace one process without losing a request: its successor is ready, and known to the
         routers, before it ends. A worker whose GPU has no room for two ends first. Yields while
         there is something to wait for; the caller may stop early."""
-        old = self.processes.pop(name)
+        old, ready = self.processes.pop(name), self.home.ready_file(self._id(name))
         self._ended.append(old)
         if _role_of(name) == "router":
             yield from self._bring(name)
@@ -177,6 +177,8 @@ class Fleet:
             yield
         old.clear()
         self._ended.remove(old)
+        if ready != self.home.ready_file(self._id(name)):
+            ready.unlink(missing_ok=True)  # its next engine may have been ready meanwhile
         yield from self._bring(name)
 
     def _id(self, name: str) -> str:

@@ -144,9 +144,12 @@ def test_a_worker_ends_before_its_successor_begins_only_where_both_have_no_room(
     rolling = Rolling(fleet)
     watch_until("decode-0 is back", fleet, rolling, caplog)
     before, start, were_there = fleet.processes["decode-0"], Spawner.start, list[bool]()
+    ready = fleet.home.ready_file("decode-0")
 
     def start_and_look(*given: object, **named: object) -> object:
         were_there.append(before.returncode is None)
+        if has_room:  # the old worker has a new engine
+            ready.write_text('{"address": "a:1"}')
         return start(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Spawner, "start", start_and_look)
@@ -155,6 +158,7 @@ def test_a_worker_ends_before_its_successor_begins_only_where_both_have_no_room(
     watch_until("all workers were replaced", fleet, rolling, caplog)
     assert were_there == [has_room]
     assert before.returncode == -signal.SIGTERM
+    assert ready.exists() is not has_room, "its successor has another id, and a file of its own"
 
 
 @pytest.fixture
