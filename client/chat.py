@@ -52,13 +52,24 @@ class Chat:
 
     `template_arguments` are variables for the template, such as `{"enable_thinking": False}`, with
     any values of JSON. `continue_last` continues the assistant's last message instead of beginning
-    an answer.
+    an answer. Raises ValueError for values of other types.
     """
 
     messages: tuple[Message, ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_last: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_listed(self.messages):
+            raise SettingError("messages", "a list of messages", _shown(self.messages))
+        for at, one in enumerate(self.messages):
+            if not isinstance(one, Message):
+                form = "a Message (Chat.of takes objects)"
+                raise SettingError(f"messages[{at}]", form, _shown(one))
+        if not isinstance(self.template_arguments, Mapping):
+            found = _shown(self.template_arguments)
+            raise SettingError("template_arguments", "values by name", found)
 
     @classmethod
     def of(cls, messages: Iterable[Mapping[str, Any]], **template_arguments: object) -> Chat:

@@ -27,6 +27,14 @@ def test_messages_of_a_chat(wrong: Any) -> None:
         effuse.Chat.of(wrong)
 
 
+@pytest.mark.parametrize("wrong", [None, 5, "x", [None], ["x"], [{"role": "user", "content": "x"}]])
+def test_messages_that_are_none(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^messages(\[0\])?: expected .*, got "):
+        effuse.Chat(wrong)
+    with pytest.raises(ValueError, match=r"^template_arguments: expected .*, got "):
+        effuse.Chat(template_arguments=wrong)
+
+
 @pytest.mark.parametrize("content", [None, 5, b"x", HALF])
 def test_a_text_of_a_message(content: Any) -> None:
     for say in (effuse.Chat().user, effuse.Chat().system, effuse.Chat().assistant):
