@@ -39,7 +39,7 @@ from effuse.client.retries import (
 from effuse.client.streams import AsyncMethod, AsyncStream, Stream, check_message
 from effuse.config.decoding import SettingError
 from effuse.protos.channels import generation_stub, model_stub
-from effuse.protos.errors import EffuseError
+from effuse.protos.errors import Cancelled, EffuseError
 from effuse.protos.tls import TlsFiles
 from effuse.v1 import (
     generation_pb2,
@@ -116,6 +116,7 @@ class Client:
     ) -> Stream:
         """The same for a message, which may also ask for drafts and for the prompt's progress."""
         check_message(request)
+        self._check_open()
         retries = self._options.retries(timeout_s)
         begin, waiter = self._generation.GenerateStream, Waiter(self._channel, self._is_closed)
         return Stream(begin, request, retries, waiter, self._target)
@@ -172,6 +173,7 @@ class Client:
         if not (is_number(interval_s) and 0 <= interval_s <= _MOST_WATCHED_S):
             raise SettingError("interval_s", "seconds from 0.05 to 60", repr(interval_s))
         request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
+        self._check_open()
         shown = self._options.shown
         call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S, metadata=shown)
         try:
@@ -192,6 +194,7 @@ class Client:
         retries: Retries | None = None,
     ) -> Response:
         """The answer to one call, after as many attempts as needed. Raises EffuseError."""
+        self._check_open()
         retries = retries or self._options.retries(None)
         while True:
             try:
@@ -203,11 +206,19 @@ class Client:
                 if pause_s is None or not waiter.wait(pause_s):
                     raise
 
+    def _check_open(self) -> None:
+        if self._is_closed.is_set():
+            raise _closed(self._target)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _closed(target: str) -> Cancelled:
+    return Cancelled(f"the client of {target} is closed")
 
 
 class _Opened:
@@ -239,10 +250,13 @@ class AsyncClient:
         self._target, self._options = target, options
         self._open = credentials.aio_opener(target, options.channel_arguments(target))
         self._opened: tuple[asyncio.AbstractEventLoop, _Opened] | None = None
+        self._is_closed = False
 
     def _router(self) -> _Opened:
         """The channel, which belongs to the first event loop that uses it. Raises RuntimeError in
-        another one."""
+        another one, and Cancelled once it is closed."""
+        if self._is_closed:
+            raise _closed(self._target)
         loop = asyncio.get_running_loop()
         if self._opened is None:
             self._opened = loop, _Opened(self._open())
@@ -333,8 +347,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection and ends the calls on it."""
-        if self._opened is not None:
-            await self._router().channel.close()
+        opened = None if self._is_closed or self._opened is None else self._router()
+        self._is_closed = True
+        if opened is not None:
+            await opened.channel.close()
 
     async def _ask(
         self,

@@ -288,6 +288,30 @@ def test_closing_a_client_ends_its_streams(router: FakeRouter, target: str) -> N
     assert len(router.asked) == 1
 
 
+@pytest.mark.parametrize("was_used", [False, True])
+def test_a_closed_client_refuses_calls(target: str, was_used: bool) -> None:
+    sync, calls = effuse.Client(target), effuse.AsyncClient(target)
+
+    async def ask() -> None:
+        if was_used:
+            await calls.generate("hello")
+        await calls.close()
+        await calls.close()
+        for call in (calls.generate("a"), calls.cancel("a"), anext(calls.stream("a"))):
+            with pytest.raises(Cancelled, match=f"the client of {target} is closed"):
+                await call
+
+    asyncio.run(ask())
+    if was_used:
+        sync.generate("hello")
+    sync.close()
+    for begin in (sync.generate, sync.stream, sync.tokenize, sync.cancel):
+        with pytest.raises(Cancelled, match=f"the client of {target} is closed"):
+            begin("a")
+    with pytest.raises(Cancelled, match="is closed"):
+        next(sync.watch_requests())
+
+
 def test_leaving_an_asyncio_stream_ends_it(router: FakeRouter, target: str) -> None:
     router.hangs = True
 
