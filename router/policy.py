@@ -209,9 +209,8 @@ def _may_keep(candidates: Sequence[Candidate], need: AttemptNeeds, record: Worke
     known = [c for c in known if (c.record.role, c.record.model.name) == wanted]
     if len(known) == 1:
         return known[0].kept_for is None
-    num_kept = sum(1 for c in known if c.kept_for)
     num_free = sum(1 for c in known if c.condition is Condition.READY and not c.kept_for)
-    return num_free > 1 and num_kept < len(known) // 2
+    return num_free > 1 and sum(1 for c in known if c.kept_for) < len(known) // 2
 
 
 def why_refused(candidates: Sequence[Candidate], model: str) -> str:
@@ -248,7 +247,7 @@ def what_is_missing(candidates: Sequence[Candidate], need: AttemptNeeds) -> str:
     kinds: tuple[Kind, ...] = ("decode", "prefill") if need.mode == "remote" else ("decode",)
     for kind in kinds:
         if not (decoders if kind == "decode" else writers):
-            known = [c for c in ours if c.record.does(kind)]
+            known = [c for c in ours if c.record.does(kind) or c.record.may_change_role]
             known.sort(key=lambda c: not need.sizes.fit(kind, c.record))
             found = (f"{c.record.worker_id} is {_state(c, need, kind)}" for c in known[:4])
             states = ", ".join(found) or "none is known"
@@ -269,6 +268,8 @@ def _state(candidate: Candidate, need: AttemptNeeds, kind: Kind) -> str:
         return str(candidate.condition.value)
     if not need.sizes.fit(kind, candidate.record):
         return "too small for the request"
+    if not candidate.record.does(kind):
+        return f"in the role {candidate.record.role}"
     return "failing" if candidate.record.life in need.excluded else "reserved for another request"
 
 

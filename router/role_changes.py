@@ -19,6 +19,7 @@ from effuse.placement.records import Kind, Role, WorkerRecord
 from effuse.protos.errors import EffuseError, Refused
 from effuse.router.planner import Split, named
 from effuse.router.policy import WorkerLife
+from effuse.router.sizes import room_of
 from effuse.router.steering import is_free
 
 if TYPE_CHECKING:
@@ -119,10 +120,16 @@ def _wanted(
         for one in group.workers
         if is_free(one) and one.life not in resting and (waits or not is_cooling(one))
     ]
-    prefill = sorted((one for one in free if one.role == "prefill"), key=_load)
+    most = max(map(room_of, group.workers))
+    # If one has more room than all others, it goes on with answers: a request may need it.
+    largest = [one for one in group.workers if room_of(one) == most]
+    prefill = sorted(
+        (one for one in free if one.role == "prefill"),
+        key=lambda one: ([one] != largest, _load(one)),
+    )
     others = sorted(
         (one for one in free if one.role != "prefill"),
-        key=lambda one: (one.role == group.other_role, _load(one)),
+        key=lambda one: ([one] == largest, one.role == group.other_role, _load(one)),
     )
     lacking = group.prefill - sum(one.role == "prefill" for one in group.workers)
     yield from (Change(one, "prefill") for one in others[: max(0, lacking)])

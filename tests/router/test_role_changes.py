@@ -103,6 +103,22 @@ def storm(seed: int) -> None:
         day.follow(Split(prefill, number - prefill), rng.choice([3.0, 20.0, 200.0]))
 
 
+def sized(record: WorkerRecord, pages: int) -> WorkerRecord:
+    return replace(record, capacity=replace(record.capacity, total_pages=pages))
+
+
+def test_a_worker_with_more_room_than_all_others_goes_on_with_answers() -> None:
+    small = [sized(worker(at, "both"), 8) for at in (1, 2)]
+    for busy in small:
+        fleet = Roles([sized(worker(0, "both"), 64), *small])
+        fleet.records[busy.worker_id] = replace(busy, load=Load(running=3))
+        fleet.follow(Split(1, 2))
+        assert fleet.records["w000"].role == "decode" and fleet.roles.count("prefill") == 1
+    fleet = Roles([worker(1, "prefill"), sized(worker(2, "prefill"), 999), worker(3, "decode")])
+    fleet.follow(Split(1, 2))
+    assert fleet.roles == ["prefill", "decode", "decode"]
+
+
 SEEDS = range(60)
 
 

@@ -324,5 +324,8 @@ def test_what_is_missing_names_a_worker_that_is_too_small() -> None:
     assert place([small], need) is None
     text = "(d1 is lost, d0 is too small for the request)"
     assert text in what_is_missing([small, lost], need)
+    large = worker_record("d1", "prefill")
+    idle = Candidate(sized(msgspec.structs.replace(large, may_change_role=True)), IDLE)
+    assert "(d1 is in the role prefill, d0 is too small" in what_is_missing([small, idle], need)
     other = msgspec.structs.replace(need, sizes=Sizes(decode=Size(rows=43)))
     assert other.key != need.key
