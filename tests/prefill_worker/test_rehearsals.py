@@ -15,6 +15,7 @@ import grpc.aio
 import msgspec
 import pytest
 from fronts import running
+from slowness import patient
 
 from effuse.placement.records import Link, WorkerRecord
 from effuse.prefill_worker import server as prefill_server
@@ -201,7 +202,7 @@ def test_a_frozen_peer_keeps_no_other_link_cold(tmp_path: Path) -> None:
         scene.peers["d0"].before = scene.peers["d2"].before = stalls
         running = asyncio.create_task(scene.rehearsals.run())
         try:
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(patient(15)):
                 while {link.peer for link in scene.links} != {"d1", "d3"}:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         finally:

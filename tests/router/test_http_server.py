@@ -43,7 +43,7 @@ async def answer_to(fleet: FakeFleet, *sent: bytes, closes: bool = True) -> Answ
         writer.write(piece)
         await writer.drain()
         await asyncio.sleep(0.05)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         top = await reader.readuntil(b"\r\n\r\n")
         rest = await reader.read() if closes else b""
     writer.close()

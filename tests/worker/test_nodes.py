@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
+from slowness import patient
 
 from effuse.cli import up
 from effuse.kvtransfer.zmq_sockets import CurveKeys
@@ -228,7 +229,7 @@ def test_a_link_ends_with_its_leader(tmp_path: Path) -> None:
             with leader(own) as nodes:
                 assert isinstance(await asked(nodes, link, offer, 10.0), Welcome)
                 assert not link.disconnected.done()
-            await asyncio.wait_for(link.disconnected, 10.0)
+            await asyncio.wait_for(link.disconnected, patient(10.0))
             assert await link.next_message(0.05) is None
 
     asyncio.run(ask())
