@@ -70,6 +70,9 @@ class Chat:
         if not isinstance(self.template_arguments, Mapping):
             found = _shown(self.template_arguments)
             raise SettingError("template_arguments", "values by name", found)
+        # Copies, because the caller may change its own.
+        object.__setattr__(self, "messages", tuple(self.messages))
+        object.__setattr__(self, "template_arguments", dict(self.template_arguments))
 
     @classmethod
     def of(cls, messages: Iterable[Mapping[str, Any]], **template_arguments: object) -> Chat:

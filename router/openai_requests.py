@@ -40,7 +40,7 @@ _COMMON: Final[Mapping[str, Any]] = {
     "stop": str | list[str],
     "logit_bias": dict[str, float],
     "stream": bool,
-    "stream_options": dict[str, bool],
+    "stream_options": dict[str, bool | None],
 }
 _FIELDS: Final[Mapping[Endpoint, Mapping[str, Any]]] = {
     "chat": {
@@ -86,7 +86,7 @@ _NOTES: Final = {"user", "metadata", "service_tier", "safety_identifier", "promp
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 
 
-_TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
+_TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")  # each id has one name
 _ARGUMENTS: Final = ("chat_template_kwargs", "tools", "documents", "reasoning_effort")
 """Fields with variables for a template. The first that is set is named for all of them."""
 _PATHS: Final = (
@@ -220,7 +220,8 @@ def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
 
 
 def _stream_options(given: Json, findings: Findings) -> dict[str, bool]:
-    options: dict[str, bool] = given.get("stream_options", {})
+    sent: dict[str, bool | None] = given.get("stream_options", {})
+    options = {name: value for name, value in sent.items() if value is not None}
     for name in options.keys() - _STREAM_OPTIONS:
         form = f"one of {', '.join(sorted(_STREAM_OPTIONS))}"
         findings.add("stream_options", form, shown(name))

@@ -21,6 +21,14 @@ def test_a_chat_grows_and_is_not_changed() -> None:
     assert HI.messages == (Message("user", "hi"),)
 
 
+def test_a_chat_copies_the_values_of_its_caller() -> None:
+    messages, arguments = [Message("user", "hi")], {"enable_thinking": False}
+    chat = effuse.Chat(messages, arguments)  # type: ignore[arg-type]  # a list serves, too
+    messages.clear()
+    arguments.clear()
+    assert chat == effuse.Chat((Message("user", "hi"),), {"enable_thinking": False})
+
+
 def test_what_is_said_later_keeps_what_the_template_is_told() -> None:
     chat = effuse.Chat(template_arguments={"enable_thinking": False}).user("hi")
     assert chat.template_arguments == {"enable_thinking": False}

@@ -52,6 +52,10 @@ HALF = "\ud800"  # of a surrogate pair
             "logit_bias: expected token ids as names, got",
         ),
         (
+            *("completion", TEXT | {"logit_bias": {"20": 1, "020": 5}}),
+            "logit_bias: expected token ids as names, got '020'",
+        ),
+        (
             *("completion", TEXT | {"stream": True, "stream_options": {"include_usage": 1}}),
             "stream_options['include_usage']: expected true or false, got an integer",
         ),
@@ -105,6 +109,15 @@ def test_the_first_of_several_misfits_is_named(at: int) -> None:
         biases = {f"{key}": 1 if part == "x" else "x" for key, part in enumerate(parts)}
         with pytest.raises(InvalidRequest, match=rf"logit_bias\['{at}'\]: expected a number"):
             request_of(TEXT | {"logit_bias": biases}, "completion")
+
+
+def test_a_null_among_stream_options_is_not_set() -> None:
+    for options in ({"include_usage": None}, {"include_usage": None, "include_obfuscation": True}):
+        sent = TEXT | {"stream": True, "stream_options": options}
+        assert not request_of(sent, "completion").adds_usage
+    assert not request_of(
+        TEXT | {"stream_options": {"include_usage": None}}, "completion"
+    ).is_stream
 
 
 ODD: tuple[object, ...] = (
