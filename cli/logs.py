@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
     if not (names or found.follow):
         raise CommandError(f"{where} has no logs")
     if found.process is not None and found.process not in names:
-        raise CommandError(f"{where} has logs of {', '.join(names)}")
+        listed = ", ".join(names) or "none"
+        raise CommandError(f"{where} has no log of {found.process!a}, only those of: {listed}")
     show(where, found.process or "*", found.lines, sys.stdout, follow=found.follow)
     return 0
 

@@ -162,7 +162,7 @@ def _chosen(sheets: Sequence[Sheet], model: str | None) -> list[Sheet]:
     if not found and model is not None:
         raise CommandError(f"--model: expected a model that had requests, got {model!r}")
     if not found:
-        raise CommandError("there is no plan yet, because no model has had requests")
+        raise CommandError("there is no plan yet, because this router has answered no requests")
     return found
 
 

@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     with calling(asked.target), client_of(asked.target, shown, asked.timeout) as client:
         found = {one.worker_id: one for one in client.workers()}
         if asked.worker not in found:
-            raise NotFound(f"no worker is named {asked.worker!a}: {', '.join(found) or 'none'}")
+            there = f"it has {', '.join(found)}" if found else "it has none"
+            raise NotFound(f"the fleet has no worker {asked.worker!a}: {there}")
     with calling(place := found[asked.worker].address, "--fleet-secret or --fleet-cert"):
         reply = asyncio.run(_change(access, place, asked))
     rest = f", and finishes {reply.leaving} requests of its former role" if reply.leaving else ""

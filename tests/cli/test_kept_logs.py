@@ -89,7 +89,8 @@ def test_a_process_that_was_not_there(
 ) -> None:
     _fleet(home, "only", 1.0, router="x\n", decode_0="y\n")
     assert main(["logs", name]) == 1
-    assert "has logs of decode-0, router" in capsys.readouterr().err
+    refusal = f"has no log of {name!a}, only those of: decode-0, router"
+    assert refusal in capsys.readouterr().err
 
 
 def test_what_is_added_is_shown_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_the_command_changes_a_role_and_the_table_shows_it(
 
     wait_until(is_shown, "the router does not see it")
     assert main(["role", "worker-9", "both", *target]) == 1
-    assert "no worker is named 'worker-9': worker-0, worker-1, worker-2" in capsys.readouterr().err
+    assert "no worker 'worker-9': it has worker-0, worker-1, worker-2" in capsys.readouterr().err
 
 
 def test_changes_and_kills_together_lose_nothing(three: Fleet) -> None:
