@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import socket
 import time
 from collections.abc import Iterator
@@ -187,18 +186,18 @@ def test_a_sender_whose_window_is_closed_learns_that_its_connection_is_cut() -> 
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname(), DEADLINE_S)
         read_by_zmq, _ = server.accept()
-    with sender:
-        sender.setblocking(False)
-        while select.select([], [sender], [], 0.3)[1]:
-            with contextlib.suppress(BlockingIOError):
+    with sender, read_by_zmq:
+        sender.settimeout(0.3)
+        with contextlib.suppress(TimeoutError):
+            while True:
                 sender.send(bytes(1 << 16))
-        sender.settimeout(DEADLINE_S)
         connection = Connection(socket.socket(fileno=os.dup(read_by_zmq.fileno())), 0.0)
         connection.cut()
         connection.twin.close()
-        with read_by_zmq:
-            while read_by_zmq.recv(1 << 20):
-                pass
+        while read_by_zmq.recv(1 << 20):
+            pass
+        read_by_zmq.close()
+        sender.settimeout(DEADLINE_S)
         with pytest.raises(ConnectionError):
             sender.sendall(bytes(1 << 24))
 
