@@ -134,8 +134,8 @@ async def _alternate(router: str, proxy: str, workers: tuple[str, str]) -> _Time
         await client.connect()
         ways = (
             (times.workers, ask_workers),
-            (times.router, _asking(channel)),
-            (times.proxy, _asking(other)),
+            (times.router, asking(channel)),
+            (times.proxy, asking(other)),
         )
         orders = list(permutations(ways))  # each way follows each other one as often
         for turn in range(WARM_UP + REQUESTS):
@@ -154,7 +154,8 @@ async def _alternate(router: str, proxy: str, workers: tuple[str, str]) -> _Time
     return times
 
 
-def _asking(channel: grpc.aio.Channel) -> Callable[[], Awaitable[object]]:
+def asking(channel: grpc.aio.Channel) -> Callable[[], Awaitable[object]]:
+    """A function that sends the short request through this channel, and waits for its answer."""
     stub = cast(
         "generation_pb2_grpc.GenerationServiceAsyncStub",
         generation_pb2_grpc.GenerationServiceStub(channel),

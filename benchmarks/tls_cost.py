@@ -13,24 +13,17 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
 
-import grpc.aio
-
-from effuse.benchmarks.direct import CONFIDENCE_THRESHOLD
 from effuse.benchmarks.report import Figure
-from effuse.benchmarks.router_overhead import MAX_TOKENS, PROMPT
+from effuse.benchmarks.router_overhead import asking
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
 from effuse.client.credentials import Credentials
 from effuse.protos.tls import TlsFiles
-from effuse.v1 import generation_pb2, generation_pb2_grpc
 
 PAIRS = 300
 WARM_UP = 40
-DEADLINE_S = 30.0
 _EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
 _NAMES = "subjectAltName=DNS:effuse-fleet,IP:127.0.0.1"
 
@@ -72,30 +65,13 @@ async def _alternate(plain: str, sealed: str, files: TlsFiles) -> tuple[list[flo
         Credentials().aio_opener(plain, ())() as one,
         Credentials(tls=files).aio_opener(sealed, ())() as other,
     ):
-        asks = [_ask(channel, into) for channel, into in zip((one, other), times, strict=True)]
+        asks = list(zip(times, map(asking, (one, other)), strict=True))
         for pair in range(WARM_UP + PAIRS):
-            for ask in asks if pair % 2 else asks[::-1]:
+            for into, ask in asks if pair % 2 else asks[::-1]:
+                start = time.perf_counter()
                 await ask()
+                into.append(time.perf_counter() - start)
     return times[0][WARM_UP:], times[1][WARM_UP:]
-
-
-def _ask(channel: grpc.aio.Channel, into: list[float]) -> Callable[[], Awaitable[None]]:
-    stub = cast(
-        "generation_pb2_grpc.GenerationServiceAsyncStub",
-        generation_pb2_grpc.GenerationServiceStub(channel),
-    )
-    request = generation_pb2.GenerateRequest(
-        prompt_token_ids=generation_pb2.TokenIds(ids=PROMPT),
-        stopping=generation_pb2.StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True),
-        decoding=generation_pb2.DecodingParams(confidence_threshold=CONFIDENCE_THRESHOLD),
-    )
-
-    async def ask() -> None:
-        start = time.perf_counter()
-        await stub.Generate(request, timeout=DEADLINE_S)
-        into.append(time.perf_counter() - start)
-
-    return ask
 
 
 def _certificates(home: Path) -> TlsFiles:

@@ -170,7 +170,7 @@ class Client:
         """The requests that wait or run at the router, every `interval_s` seconds, until it drains,
         for an hour at most. Raises EffuseError, and ValueError for an interval that is no number.
         """
-        if not (is_number(interval_s) and 0 <= interval_s <= _MOST_WATCHED_S):
+        if not (is_number(interval_s) and 0.05 <= interval_s <= 60):
             raise SettingError("interval_s", "seconds from 0.05 to 60", repr(interval_s))
         request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
         self._check_open()

@@ -40,7 +40,7 @@ SHORT_HEADER, LONG_HEADER = 2, 9  # of frames of up to 255 bytes, and of others
 SLACK_BYTES = 16 << 20  # more than an honest connection holds
 _LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED_AT = 128  # tcpi_bytes_received in struct tcp_info
-_RESET = struct.pack("ii", 1, 0)  # as the last descriptor is closed
+_RESET = struct.pack("ii", 1, 0)  # a linger of 0 s: the last close sends a reset
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # an operation on pyzmq's own takes 3 us
 GUARD_S = 0.005
 """Between looks at the kernel's counts, for each of which a connection stands still. Little more

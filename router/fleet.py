@@ -50,7 +50,7 @@ CHOICES: Final = 8
 best of several keeps loads almost as even as the best of all (Mitzenmacher, The Power of Two
 Choices)."""
 ROOM_S: Final = 60.0
-"""How long a request that only a lost worker has room for waits and is not refused."""
+"""How long the room of a lost worker counts, so that requests wait for it and are not refused."""
 
 
 class FleetIndex:
@@ -138,7 +138,7 @@ class RoutedFleet:
         )
 
     def rooms(self, model: str, on_decode_only: bool) -> Rooms:
-        """For what workers have room that an attempt takes, or may come back, as far as known. A
+        """The known rooms of workers that an attempt takes, also of those that may come back. A
         decode worker may lose a prompt's KV, and then computes it itself."""
         is_local = on_decode_only or self.mode != "remote"
         kinds: tuple[Kind, ...] = ("decode",) if is_local else KINDS

@@ -1,4 +1,4 @@
-"""How large a request may be: what it takes of one worker at most, and for what a worker has room.
+"""How large a request may be: its most tokens, pages and rows on one worker, and a worker's room.
 
 Pure. `validation.py` refuses a request for which no worker has room, `policy.py` places the others
 on workers that have it. The checks of the workers are in `decode_worker/scheduler.py` and
@@ -17,15 +17,15 @@ _BOUNDLESS: Final = 1 << 63
 
 
 class Size(NamedTuple):
-    """What one request takes of a worker at most, or for what a worker has room."""
+    """The most that one request takes of a worker, or a worker's room for one request."""
 
     tokens: int = 0  # of prompt and answer
-    cached: int = 0  # whose KV its pages hold
-    rows: int = 0  # that one forward has to compute
+    cached: int = 0  # tokens with KV in pages
+    rows: int = 0  # of one forward
 
 
 class Sizes(NamedTuple):
-    """What one request takes of its workers."""
+    """The sizes of one request on its workers."""
 
     prefill: Size = Size()
     decode: Size = Size()
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     def fit(self, kind: Kind, record: WorkerRecord) -> bool:
         """Whether a worker has room for its part of this kind of work."""
         size, has = self.prefill if kind == "prefill" else self.decode, record.capacity
-        return (  # written out, because each choice asks for some thirty workers
+        return (  # written out: it takes a third of the time, and each choice asks thirty workers
             size.tokens <= record.model.max_model_len
             and size.cached <= has.total_pages // has.replicas * has.page_size
             and size.rows <= has.max_num_batched_tokens // has.replicas
@@ -43,13 +43,13 @@ class Sizes(NamedTuple):
 NO_SIZES: Final = Sizes()
 
 Rooms = Mapping[Kind, Collection[Size]]
-"""For what workers have room, by the kinds of work that a request needs."""
+"""The rooms of workers, by the kinds of work that a request needs."""
 
 NO_ROOMS: Final[Rooms] = MappingProxyType({})
 
 
 def room_of(record: WorkerRecord) -> Size:
-    """For what a worker has room: one replica runs a request."""
+    """A worker's room for one request, which one replica runs."""
     has = record.capacity
     pages, rows = has.total_pages // has.replicas, has.max_num_batched_tokens // has.replicas
     return Size(record.model.max_model_len, pages * has.page_size, rows)
@@ -63,7 +63,7 @@ def round_up(size: Size, rooms: Collection[Size]) -> Size:
 
 
 def sizes_of(prompt_len: int, max_tokens: int, model: ModelInfo, settings: DecodeSettings) -> Sizes:
-    """What a request takes. The last block is never stored."""
+    """The sizes of a request. The last block is never stored."""
     end, (origin, length) = prompt_len + max_tokens, _grid(prompt_len, model, settings)
     cached = origin + (end - 1 - origin) // length * length
     if settings.is_canvas:
@@ -80,8 +80,8 @@ def room_for(
     prompt_len: int, model: ModelInfo, settings: DecodeSettings, rooms: Rooms
 ) -> tuple[tuple[int, str], dict[Size, tuple[int, str]]]:
     """Tokens of the longest prompt that workers can take, and of the longest answer to one of
-    `prompt_len` tokens by the room of decode workers that can take it; each with what bounds it.
-    A kind of worker that is not known has the model's own length."""
+    `prompt_len` tokens by the room of decode workers that can take it; each with the bound in
+    words. A kind of worker that is not known has the model's own length."""
     rooms = {"decode": [Size(model.max_model_len, _BOUNDLESS, _BOUNDLESS)], **rooms}
     prompts = {
         kind: {room: _most_prompt(room, model, settings) for room in each}
@@ -96,7 +96,7 @@ def room_for(
 
 
 def _most_prompt(room: Size, model: ModelInfo, settings: DecodeSettings) -> tuple[int, str]:
-    """Tokens of the longest prompt for which a worker has room, and what bounds it."""
+    """Tokens of the longest prompt for which a worker has room, and the bound in words."""
     is_whole, length = model.prompt_attention == "bidirectional", model.block_size
     found = [(room.tokens - 1, "so that one can be generated")]
     if not (settings.is_canvas and settings.cache == "none"):
@@ -110,8 +110,8 @@ def _most_prompt(room: Size, model: ModelInfo, settings: DecodeSettings) -> tupl
 def _most_answer(
     room: Size, prompt_len: int, model: ModelInfo, settings: DecodeSettings
 ) -> tuple[int, str]:
-    """Tokens of the longest answer to such a prompt for which a worker has room, and what bounds
-    it."""
+    """Tokens of the longest answer to such a prompt for which a worker has room, and the bound in
+    words."""
     origin, length = _grid(prompt_len, model, settings)
     found = [(room.tokens - prompt_len, f"the model accepts {room.tokens} in all")]
     if not (settings.is_canvas and settings.cache == "none"):
