@@ -227,7 +227,7 @@ class Pushes(ConnectorParts):
         """Sends a chunk; False if there is no room for it now."""
         now, is_first = self._now(), self._transport.copies_in_deliver
         digest = partial(push.digests.begin, chunk.first, chunk.source_pages, chunk.groups)
-        if is_first:  # the copy then finds the bytes in a cache; the other order finds none
+        if is_first:  # beside the copy, or so that it finds the bytes in a cache
             digest()
         delivery = self._transport.deliver(push.peer, push.header(chunk), chunk)
         if delivery is None:

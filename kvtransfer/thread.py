@@ -26,7 +26,7 @@ from effuse.kvtransfer.connector import (
     ForgetLife,
     PushPages,
 )
-from effuse.kvtransfer.digest import digester_of
+from effuse.kvtransfer.digest import BesideCopies, digester_of
 from effuse.kvtransfer.layout import Fingerprint, Identity, PageMemory
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
@@ -61,11 +61,15 @@ class Exchange(ConnectorParts):
 
     def __post_init__(self) -> None:
         self._moved_at = -LIVELY_S
-        parts = self._transport, self._digester, self._own, self._emit, self._now
-        self._pushes, self._receptions = Pushes(*parts), Receptions(*parts)
+        parts = self._own, self._emit, self._now
+        self._beside = BesideCopies(self._digester, self._own.layout)
+        of_sent = self._beside if self._transport.copies_in_deliver else self._digester
+        self._pushes = Pushes(self._transport, of_sent, *parts)
+        self._receptions = Receptions(self._transport, self._digester, *parts)
 
     def close(self) -> None:
         """Ends the transport."""
+        self._beside.close()
         self._transport.close()
 
     def execute(self, command: Command, at: float) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from eventually import eventually
 from kvtransfer.fixtures import LARGE, SEED, SMALL, filled
 
 from effuse.kernels.pages_digests import piece_bytes_of
 from effuse.kvtransfer import digest
 from effuse.kvtransfer.digest import (
+    BesideCopies,
     DeviceDigester,
+    DigestJob,
     HostDigester,
     PieceDigests,
     digester_of,
@@ -91,6 +97,62 @@ def test_a_host_takes_digests_at_once() -> None:
     found = job.poll()
     assert found is not None
     assert np.array_equal(found, before)
+
+
+class Gated:
+    """Digests of pages in host memory that wait at a gate, and the threads that compute them."""
+
+    def __init__(self, memory: PageMemory) -> None:
+        self.gate = threading.Event()
+        self.begun: list[tuple[int, str]] = []  # first pages, with names of threads
+        self._digester = HostDigester(memory)
+
+    def begin(
+        self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
+    ) -> DigestJob:
+        self.begun.append((page_ids[0], threading.current_thread().name))
+        assert self.gate.wait(20)
+        return self._digester.begin(page_ids, groups, seed, heads)
+
+
+def finished(job: DigestJob) -> PieceDigests:
+    """Its digests, once it has ended."""
+    asyncio.run(eventually(lambda: job.poll() is not None))
+    found = job.poll()
+    assert found is not None
+    return found
+
+
+def test_many_bytes_are_digested_in_order_by_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, groups, heads = filled(LARGE, 4), range(1, LARGE.num_groups), range(1, 2)
+    monkeypatch.setattr(digest, "BESIDE_BYTES", 2 * LARGE.bytes_of(heads, groups))
+    gated, host, pages = Gated(memory), HostDigester(memory), ([3, 0], [1, 2])
+    beside = BesideCopies(gated, LARGE)
+    jobs = [beside.begin(one, groups, SEED, heads) for one in pages]
+    assert [job.poll() for job in jobs] == [None, None]
+    gated.gate.set()
+    for job, one in zip(jobs, pages, strict=True):
+        expected = finished(host.begin(one, groups, SEED, heads))
+        assert np.array_equal(finished(job), expected)
+    (first, name), (second, other) = gated.begun
+    assert (first, second) == (3, 1) and name == other != threading.current_thread().name
+    assert beside.begin([2], groups, SEED, heads).poll() is not None
+    assert gated.begun[-1] == (2, threading.current_thread().name)
+    beside.close()
+    asyncio.run(eventually(lambda: name not in {one.name for one in threading.enumerate()}))
+
+
+def test_an_error_beside_a_copy_reaches_the_connector() -> None:
+    """Otherwise a push would wait for its digests until its lease ends."""
+    memory = filled(LARGE, 2)
+    beside = BesideCopies(HostDigester(memory), LARGE)
+    pages = [0] * (digest.BESIDE_BYTES // LARGE.page_bytes) + [7]  # of which there is none
+    job = beside.begin(pages, range(LARGE.num_groups), SEED)
+    with pytest.raises(IndexError):
+        finished(job)
+    beside.close()
 
 
 def test_prompts_differ_by_every_id_and_their_order() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
-from eventually import is_readable
+from eventually import eventually, is_readable
 from kvtransfer.fixtures import (
     DEADLINE_S,
     SMALL,
@@ -21,6 +23,7 @@ from kvtransfer.fixtures import (
 )
 from kvtransfer.scene import FakeTransport
 
+from effuse.kvtransfer import digest
 from effuse.kvtransfer.connector import (
     ConnectorDied,
     Expect,
@@ -30,9 +33,16 @@ from effuse.kvtransfer.connector import (
     PushCancelled,
     PushPages,
 )
-from effuse.kvtransfer.digest import HostDigester
+from effuse.kvtransfer.digest import DigestJob, HostDigester
 from effuse.kvtransfer.layout import Identity, PageMemory
-from effuse.kvtransfer.messages import Accepted, Begin, PageRef, ReceiverAddress, Reservation
+from effuse.kvtransfer.messages import (
+    Accepted,
+    Begin,
+    Finish,
+    PageRef,
+    ReceiverAddress,
+    Reservation,
+)
 from effuse.kvtransfer.thread import STUCK_S, Exchange, ThreadConnector
 from effuse.kvtransfer.transport import FromReceiver, FromWriter, Pace, Received
 
@@ -296,3 +306,36 @@ def test_a_thread_that_cannot_open_says_so_at_the_start(monkeypatch: pytest.Monk
     ):
         broken.start()
     broken.close()
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_sent_pages_are_digested_beside_copies_of_the_connectors_own(
+    monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """A transport that copies elsewhere leaves the connector's thread free for digests."""
+    memory, begin, found = filled(SMALL, 4), HostDigester.begin, list[bool]()
+
+    def noting(*args: Any, **kwargs: Any) -> DigestJob:
+        found.append(threading.current_thread() is threading.main_thread())
+        return begin(*args, **kwargs)
+
+    monkeypatch.setattr(HostDigester, "begin", noting)
+    monkeypatch.setattr(digest, "BESIDE_BYTES", 1)
+    transport = FakeTransport(memory)
+    transport.copies_in_deliver = copies
+    own = Identity("life-1", print_of(SMALL), SMALL)
+    exchange = Exchange(transport, HostDigester(memory), own, lambda event: None)
+    address = ReceiverAddress(connector=transport.name, endpoint="decode")
+    reserved = reservation(memory, address, [PageRef(1, 1), PageRef(2, 1)])
+    exchange.execute(PushPages(reserved, (2, 3), 0), time.monotonic())
+    exchange.execute(FinishPush(reserved, boundary), time.monotonic())
+
+    def is_finished() -> bool:
+        exchange.turn([])
+        for delivery in transport.deliveries:
+            delivery.has_ended = True
+        return any(isinstance(one, Finish) for one in transport.said)
+
+    asyncio.run(eventually(is_finished))
+    assert found == [not copies]
+    exchange.close()
