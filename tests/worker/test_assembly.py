@@ -68,10 +68,17 @@ def test_layers_that_a_decode_worker_waits_for_are_signs_as_they_end(
     config = WorkerConfig(model=path, device="cuda", num_pages=8, enforce_eager=True)
     parts = assemble(config, "life-1", "decode", None, pulse)
     assert parts.queued is not None
-    before = told[-1].marks
+
+    def marks() -> int:
+        assert parts.queued is not None
+        torch.cuda.synchronize()  # a forward waits for its candidates only
+        parts.queued.look()
+        return told[-1].marks
+
+    before = marks()
     assert before == parts.model.config.num_layers + 1  # of the first forward; it also drew
     warm_up(parts.runner, parts.max_model_len, 8)
-    assert told[-1].marks == 2 * before
+    assert marks() == 2 * before
 
 
 @pytest.mark.parametrize("connector", ["nixl", "zmq"])
