@@ -130,7 +130,7 @@ def test_no_request_fails_while_sentinels_replace_the_primary(tmp_path: Path) ->
     asyncio.run(go())
 
 
-@pytest.mark.filterwarnings("ignore:unclosed Connection:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_no_request_fails_while_a_cluster_moves_the_slot_and_loses_its_server(
     tmp_path: Path,
 ) -> None:
@@ -144,8 +144,9 @@ def test_no_request_fails_while_a_cluster_moves_the_slot_and_loses_its_server(
                 await survive(fleets, group, lambda: group.servers.kill(second), is_loss=True)
 
         # redis-py leaves connections to nodes that left a cluster to the collector, which can close
-        # them only while the loop runs, a turn after it has found them.
+        # them only while the loop runs, a turn after it has found them. Some are found too early.
         gc.collect()
         await asyncio.sleep(0)
 
     asyncio.run(go())
+    gc.collect()  # the next test has no such filter

@@ -32,8 +32,7 @@ from effuse.router.policy import (
 from effuse.v1 import generation_pb2 as pb
 
 TEXT = "the answer is three"
-OTHERS_S = 0.1
-"""The share of other requests in an engine."""
+OTHERS_S = 0.1  # that other requests stay in an engine, once one has died
 HOLDER, OTHER = Holder("digest", "r1"), Holder("digest 2", "r2")
 BUSY = InFlight(requests=1, tokens=100)
 
@@ -118,11 +117,13 @@ POISON = pb.SamplingParams(seed=13)
 
 class Engines:
     """One engine after the other in each decode worker. Each dies of requests with the seed of
-    `POISON`, with all that runs in it, and is followed by the next one."""
+    `POISON`, with all that runs in it, and is followed by the next one. Other requests stay until
+    the first death, however slow the machine is."""
 
     def __init__(self, fleet: FakeFleet) -> None:
         self.fleet = fleet
         self.deaths: list[list[str]] = []  # the ids of requests that ran there
+        self._has_died = asyncio.Event()
         for worker in fleet.decode:
             self._renew(worker)
 
@@ -133,8 +134,10 @@ class Engines:
             if worker.requests[-1].sampling.seed == POISON.seed and not died.is_set():
                 self.deaths.append(sorted(worker.running.values()))
                 died.set()
+                self._has_died.set()
                 worker.is_starting = True
                 asyncio.get_running_loop().call_later(0.05, self._restart, worker)
+            await self._has_died.wait()
             with suppress(TimeoutError):
                 async with asyncio.timeout(OTHERS_S):
                     await died.wait()
@@ -159,9 +162,7 @@ async def refused(fleet: FakeFleet, request_id: str) -> errors.EffuseError:
 
 @asynccontextmanager
 async def others_around(fleet: FakeFleet, number: int) -> AsyncIterator[list[str]]:
-    """This many other requests at any time, each followed by the next one; returns their answers,
-    and fails if one of them does.
-    """
+    """This many other requests at any time, one after another each; the answers. None may fail."""
     texts: list[str] = []
     is_over = False
 
@@ -171,8 +172,7 @@ async def others_around(fleet: FakeFleet, number: int) -> AsyncIterator[list[str
             texts.append(answer.text)
 
     async with asyncio.TaskGroup() as group:
-        for seed in range(number):
-            group.create_task(send(seed))
+        _ = [group.create_task(send(seed)) for seed in range(number)]
         await until(lambda: sum(len(one.running) for one in fleet.decode) == number)
         yield texts
         is_over = True
