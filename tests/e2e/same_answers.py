@@ -12,11 +12,14 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
+
+from e2e.test_metrics import scrape
 
 import effuse
 from effuse.cli.commands import FleetConfig
@@ -41,9 +44,10 @@ class Way:
     eager: bool = False
     pages: int = 4096
     ranks: int = 1  # of each worker
+    tier: str = ""  # below these pages: "host" memory, or also "files"
 
-    def config(self, device: str, mode: tuple[str, ...]) -> FleetConfig:
-        """The fleet's."""
+    def config(self, device: str, mode: tuple[str, ...], directory: str) -> FleetConfig:
+        """The fleet's; `directory` is for files."""
         count = self.ranks * (1 + self.is_split)
         gpus = tuple(gpus_here())[:count] if device == "cuda" else None
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -59,6 +63,8 @@ class Way:
                 *(("--enforce-eager",) if self.eager else ()),
                 *(() if self.caches else (NO_CACHE,)),
                 *(("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()),
+                *(("--kv-offloading-size", HOST_GIB[self.tier]) if self.tier else ()),
+                *(("--kv-offloading-dir", directory) if self.tier == "files" else ()),
             ),
             gpus=gpus,
             gpu_sharing=gpus is not None and len(gpus) < count,
@@ -67,6 +73,8 @@ class Way:
 
 
 NO_CACHE = "--no-enable-prefix-caching"
+HOST_GIB = {"host": "0.5", "files": "0.005"}
+TIERED = {"host": "kv_offload_loaded", "files": "kv_offload_read"}  # bytes that came from there
 BASE = Way()
 WAYS = {
     "alone": replace(BASE, at_once=1),
@@ -79,6 +87,8 @@ WAYS = {
     "zmq": replace(BASE, connector="zmq"),
     "eager": replace(BASE, eager=True),
     "preempted": replace(BASE, pages=20, at_once=64),
+    "host memory": replace(BASE, pages=160, times=2, tier="host"),
+    "files": replace(BASE, pages=160, times=2, tier="files"),
 }
 
 
@@ -103,8 +113,9 @@ def requests(count: int) -> list[Asked]:
 
 def answers(
     way: Way, asked: Sequence[Asked], device: str, mode: tuple[str, ...]
-) -> tuple[list[Tokens], int]:
-    """(the token ids of all answers, each time that they were asked; preemptions)."""
+) -> tuple[list[Tokens], int, int]:
+    """(the token ids of all answers, each time that they were asked; preemptions; KV bytes that
+    came from the tier)."""
 
     def ask(one: Asked) -> tuple[Tokens, int]:
         found = client.generate(*one)
@@ -113,12 +124,15 @@ def answers(
         return tokens, sum(own.stats.preemptions for own in found.answers)
 
     with (
-        Fleet(way.config(device, mode)) as fleet,
+        tempfile.TemporaryDirectory(prefix="effuse-same-") as directory,
+        Fleet(way.config(device, mode, directory)) as fleet,
         effuse.Client(fleet.address, timeout_s=300) as client,
         ThreadPoolExecutor(way.at_once) as pool,
     ):
         found = [one for _ in range(way.times) for one in pool.map(ask, asked)]
-    return [tokens for tokens, _ in found], sum(count for _, count in found)
+        counter = f"effuse_{TIERED[way.tier]}_bytes_total" if way.tier else ""
+        moved = sum(n for (name, *_), n in scrape(fleet).items() if name == counter)
+    return [tokens for tokens, _ in found], sum(count for _, count in found), int(moved)
 
 
 def num_different(found: Sequence[Tokens], expected: Sequence[Tokens]) -> int:
@@ -128,20 +142,23 @@ def num_different(found: Sequence[Tokens], expected: Sequence[Tokens]) -> int:
 
 def mixed(rng: random.Random) -> Way:
     """A random combination of factors."""
+    caches = rng.random() < 0.5
     return Way(
         at_once=rng.choice((1, 6, 24, 64)),
         times=rng.choice((1, 2)),
-        caches=rng.random() < 0.5,
+        caches=caches,
         is_split=(is_split := rng.random() < 0.6),
         does_both=is_split and rng.random() < 0.3,
         connector=rng.choice(("nixl", "zmq")),
         eager=rng.random() < 0.3,
         pages=rng.choice((160, 4096)),
+        tier=rng.choice(("", *HOST_GIB)) if caches else "",
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all ways for which there is time; 1 if an answer changed, or none was preempted."""
+    """Runs all ways for which there is time; 1 if an answer changed, or a way did not do what it is
+    named after."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
@@ -156,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, rng = time.monotonic(), random.Random(39)
     asked = requests(given.requests)
     group = {"ranks": given.ranks, "is_split": False} if given.ranks > 1 else {}
-    expected, _ = answers(replace(BASE, **group), asked, given.device, mode)
+    expected, *_ = answers(replace(BASE, **group), asked, given.device, mode)
     ways = {name: (replace(WAYS[name], **group), asked) for name in given.ways}
     few = asked[: max(1, len(asked) // 5)]
     combinations = [(mixed(rng), few) for _ in range(given.mixed)]
@@ -168,16 +185,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if time.monotonic() - began > given.seconds:
             print(f"{name}: no time left")
             continue
-        found, preempted = answers(way, own, given.device, mode)
+        found, preempted, moved = answers(way, own, given.device, mode)
         count = num_different(found, expected[: len(own)])
         total += count
-        missed += name == "preempted" and not preempted
+        missed += name in WAYS and not {"preempted": preempted}.get(name, moved or not way.tier)
         took_s = time.monotonic() - began
         print(
-            f"{name}: {count} of {len(found)} differ, {preempted} preemptions, {took_s:.0f} s",
+            f"{name}: {count} of {len(found)} differ, {preempted} preemptions, "
+            f"{moved / 1e6:.1f} MB from {way.tier or 'no tier'}, {took_s:.0f} s",
             flush=True,
         )
-    print(f"{total} differ{', and nothing was preempted' if missed else ''}")
+    print(f"{total} differ{', and nothing was preempted, or came from a tier' if missed else ''}")
     return int(total + missed > 0)
 
 
