@@ -39,7 +39,7 @@ PROMPT = tuple(range(600, 632))
 MOST_ADDED = 3.0  # times as much as the bare proxy
 HTTP_PAIRS = 1000
 HTTP_TOKENS = 8
-MOST_HTTP_MS = 1.0
+MOST_HTTP = 1.25  # times as much as a call for which the router does nothing
 MOST_READY_S = 20.0
 MOST_RSS_MB = 200.0
 
@@ -60,6 +60,10 @@ def measure() -> tuple[list[Figure], list[str]]:
         rss_mb = router.memory_info().rss / 1e6
         ready_s = fleet.ready_s
     added_ms, bare_ms = (statistics.median(times.added_ms(way)) for way in ("router", "proxy"))
+    http_ms = 1e3 * (statistics.median(by_http) - statistics.median(by_grpc))
+    through, without, check = (
+        1e3 * statistics.median(one) for one in (times.router, times.workers, times.checks)
+    )
     figures = [
         Figure(
             name="added by the router to a unary request, over a bare proxy's",
@@ -70,12 +74,12 @@ def measure() -> tuple[list[Figure], list[str]]:
             against=f"a proxy that only opens the two calls, which adds {bare_ms:.2f} ms",
         ),
         Figure(
-            name="unary request over HTTP, median less that over gRPC",
-            value=1e3 * (statistics.median(by_http) - statistics.median(by_grpc)),
-            limit=MOST_HTTP_MS,
-            unit="ms",
+            name="unary request over HTTP, median less that over gRPC, over a health check's",
+            value=http_ms / check,
+            limit=MOST_HTTP,
+            unit="times",
             bound="at most",
-            against=f"{HTTP_PAIRS} pairs in turns on connections that last, {HTTP_TOKENS} tokens",
+            against=f"a health check of the router over gRPC, which takes {check:.2f} ms",
         ),
         Figure(
             name="fleet of 1 prefill and 1 decode ready",
@@ -95,13 +99,11 @@ def measure() -> tuple[list[Figure], list[str]]:
         ),
     ]
     low, _, high = statistics.quantiles(times.added_ms("router"), n=4)
-    through, without, check = (
-        1e3 * statistics.median(one) for one in (times.router, times.workers, times.checks)
-    )
     note = (
         f"router: median of {REQUESTS} requests {through:.2f} ms through it, {without:.2f} ms "
         f"without; it adds {added_ms:.2f} ms, in the middle half of turns {low:.2f} to {high:.2f}; "
-        f"a health check of the router takes {check:.2f} ms"
+        f"HTTP adds {http_ms:.2f} ms to a request of {HTTP_TOKENS} tokens, median of {HTTP_PAIRS} "
+        "pairs in turns on connections that last"
     )
     return figures, [note]
 

@@ -59,9 +59,9 @@ from effuse.kvtransfer.transport import (
     Transport,
 )
 
-# On the host the sender digests a chunk and then copies it from its caches. Smaller ones cost more
-# (measured with 1 to 16 MiB), because each takes about 60 us with cold code; larger ones leave more
-# for the receiver to do at the end.
+# On the host a thread digests a chunk while this one copies it. Smaller chunks cost more (measured
+# with 1 to 16 MiB), because each takes about 60 us with cold code; larger ones leave more for the
+# receiver to do at the end.
 HOST_CHUNK_BYTES = 8 << 20
 HOST_WINDOW_BYTES = 32 << 20
 DEVICE_BYTES = 1 << 40

@@ -74,7 +74,7 @@ class Way:
 
 NO_CACHE = "--no-enable-prefix-caching"
 HOST_GIB = {"host": "0.5", "files": "0.005"}
-TIERED = {"host": "kv_offload_loaded", "files": "kv_offload_read"}  # bytes that came from there
+LOADED = {"host": ("loaded",), "files": ("read", "loaded")}  # counters of bytes that came back
 BASE = Way()
 WAYS = {
     "alone": replace(BASE, at_once=1),
@@ -130,8 +130,9 @@ def answers(
         ThreadPoolExecutor(way.at_once) as pool,
     ):
         found = [one for _ in range(way.times) for one in pool.map(ask, asked)]
-        counter = f"effuse_{TIERED[way.tier]}_bytes_total" if way.tier else ""
-        moved = sum(n for (name, *_), n in scrape(fleet).items() if name == counter)
+        samples = scrape(fleet).items()
+        counters = [f"effuse_kv_offload_{name}_bytes_total" for name in LOADED.get(way.tier, ())]
+        moved = min((sum(n for key, n in samples if key[0] == c) for c in counters), default=0)
     return [tokens for tokens, _ in found], sum(count for _, count in found), int(moved)
 
 

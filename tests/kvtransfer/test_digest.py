@@ -104,13 +104,13 @@ class Gated:
 
     def __init__(self, memory: PageMemory) -> None:
         self.gate = threading.Event()
-        self.begun: list[tuple[int, str]] = []  # first pages, with names of threads
+        self.begun: list[tuple[int, threading.Thread]] = []  # first pages, and their threads
         self._digester = HostDigester(memory)
 
     def begin(
         self, page_ids: Sequence[int], groups: range, seed: int, heads: range | None = None
     ) -> DigestJob:
-        self.begun.append((page_ids[0], threading.current_thread().name))
+        self.begun.append((page_ids[0], threading.current_thread()))
         assert self.gate.wait(20)
         return self._digester.begin(page_ids, groups, seed, heads)
 
@@ -136,12 +136,19 @@ def test_many_bytes_are_digested_in_order_by_another_thread(
     for job, one in zip(jobs, pages, strict=True):
         expected = finished(host.begin(one, groups, SEED, heads))
         assert np.array_equal(finished(job), expected)
-    (first, name), (second, other) = gated.begun
-    assert (first, second) == (3, 1) and name == other != threading.current_thread().name
+    (first, thread), (second, other) = gated.begun
+    assert (first, second) == (3, 1) and thread is other is not threading.current_thread()
     assert beside.begin([2], groups, SEED, heads).poll() is not None
-    assert gated.begun[-1] == (2, threading.current_thread().name)
+    assert gated.begun[-1] == (2, threading.current_thread())
+    gated.gate.clear()
+    running, waiting = (beside.begin([at, 2], groups, SEED, heads) for at in (0, 1))
+    assert isinstance(waiting, digest._Beside)
+    asyncio.run(eventually(lambda: gated.begun[-1][0] == 0))
     beside.close()
-    asyncio.run(eventually(lambda: name not in {one.name for one in threading.enumerate()}))
+    gated.gate.set()
+    assert len(finished(running)) == 2
+    asyncio.run(eventually(lambda: not thread.is_alive()))
+    assert waiting.job.cancelled() and gated.begun[-1][0] == 0, "it began after the end"
 
 
 def test_an_error_beside_a_copy_reaches_the_connector() -> None:

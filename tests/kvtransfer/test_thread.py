@@ -313,10 +313,10 @@ def test_sent_pages_are_digested_beside_copies_of_the_connectors_own(
     monkeypatch: pytest.MonkeyPatch, copies: bool
 ) -> None:
     """A transport that copies elsewhere leaves the connector's thread free for digests."""
-    memory, begin, found = filled(SMALL, 4), HostDigester.begin, list[bool]()
+    memory, begin, found = filled(SMALL, 4), HostDigester.begin, list[threading.Thread]()
 
     def noting(*args: Any, **kwargs: Any) -> DigestJob:
-        found.append(threading.current_thread() is threading.main_thread())
+        found.append(threading.current_thread())
         return begin(*args, **kwargs)
 
     monkeypatch.setattr(HostDigester, "begin", noting)
@@ -337,5 +337,9 @@ def test_sent_pages_are_digested_beside_copies_of_the_connectors_own(
         return any(isinstance(one, Finish) for one in transport.said)
 
     asyncio.run(eventually(is_finished))
-    assert found == [not copies]
+    (thread,) = found
+    assert (thread is threading.main_thread()) == (not copies)
+    exchange._receptions._digester.begin([1], range(1), 1)
+    assert found[-1] is threading.main_thread()
     exchange.close()
+    asyncio.run(eventually(lambda: not copies or not thread.is_alive()))
