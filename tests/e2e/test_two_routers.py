@@ -70,10 +70,9 @@ def test_who_asks_again_after_his_router_died_is_answered_once(
             begun = first_tokens(stream)
             engine.suspend()  # no answer ends meanwhile
             try:
-                wait_until(
-                    lambda: runs_at(client, "mine") == second.address, "it is not told where"
-                )
-                assert client.look_up("mine").state == pb.REQUEST_STATE_RUNNING
+                running = pb.REQUEST_STATE_RUNNING
+                wait_until(lambda: client.look_up("mine").state == running, "it is not written")
+                assert runs_at(client, "mine") == second.address  # it runs itself if none has it
                 second.kill()
                 again = threads.submit(client.generate, LONG.message("mine"))
                 with pytest.raises(grpc.RpcError):
