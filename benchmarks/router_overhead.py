@@ -61,9 +61,7 @@ def measure() -> tuple[list[Figure], list[str]]:
         ready_s = fleet.ready_s
     added_ms, bare_ms = (statistics.median(times.added_ms(way)) for way in ("router", "proxy"))
     http_ms = 1e3 * (statistics.median(by_http) - statistics.median(by_grpc))
-    through, without, check = (
-        1e3 * statistics.median(one) for one in (times.router, times.workers, times.checks)
-    )
+    check = 1e3 * statistics.median(times.checks)
     figures = [
         Figure(
             name="added by the router to a unary request, over a bare proxy's",
@@ -98,14 +96,11 @@ def measure() -> tuple[list[Figure], list[str]]:
             against=f"after {REQUESTS + WARM_UP} requests over gRPC, {2 * HTTP_PAIRS} in pairs",
         ),
     ]
-    low, _, high = statistics.quantiles(times.added_ms("router"), n=4)
-    note = (
-        f"router: median of {REQUESTS} requests {through:.2f} ms through it, {without:.2f} ms "
-        f"without; it adds {added_ms:.2f} ms, in the middle half of turns {low:.2f} to {high:.2f}; "
+    http = (
         f"HTTP adds {http_ms:.2f} ms to a request of {HTTP_TOKENS} tokens, median of {HTTP_PAIRS} "
         "pairs in turns on connections that last"
     )
-    return figures, [note]
+    return figures, [f"{times.note()}; {http}"]
 
 
 @dataclass(slots=True)
@@ -121,6 +116,15 @@ class _Times:
         """What a hop adds to the direct request of the same turn."""
         hops = self.router if way == "router" else self.proxy
         return [1e3 * (hop - direct) for hop, direct in zip(hops, self.workers, strict=True)]
+
+    def note(self) -> str:
+        """The medians behind the router's figure, and the spread of what it adds."""
+        low, added, high = statistics.quantiles(self.added_ms("router"), n=4)
+        through, without = (1e3 * statistics.median(one) for one in (self.router, self.workers))
+        return (
+            f"router: median of {REQUESTS} requests {through:.2f} ms through it, {without:.2f} ms "
+            f"without; it adds {added:.2f} ms, in the middle half of turns {low:.2f} to {high:.2f}"
+        )
 
 
 async def _alternate(router: str, proxy: str, workers: tuple[str, str]) -> _Times:
