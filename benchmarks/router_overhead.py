@@ -113,12 +113,12 @@ class _Times:
     checks: list[float] = field(default_factory=list)
 
     def added_ms(self, way: Literal["router", "proxy"]) -> list[float]:
-        """What a hop adds to the direct request of the same turn."""
+        """Milliseconds that a hop adds to the direct request of the same turn."""
         hops = self.router if way == "router" else self.proxy
         return [1e3 * (hop - direct) for hop, direct in zip(hops, self.workers, strict=True)]
 
     def note(self) -> str:
-        """The medians behind the router's figure, and the spread of what it adds."""
+        """The medians behind the router's figure, and the spread of its share."""
         low, added, high = statistics.quantiles(self.added_ms("router"), n=4)
         through, without = (1e3 * statistics.median(one) for one in (self.router, self.workers))
         return (

@@ -193,7 +193,8 @@ class BesideCopies:
     """Another digester's digests, computed in order by a thread of its own, while the caller's
     thread copies the same pages. Few bytes are digested immediately.
 
-    With it handoffs of 64 MiB over NIXL take 0.7 to 0.8 times as long on two processors (measured).
+    With it handoffs of 64 MiB over NIXL take 0.7 to 0.9 times as long on two processors (measured):
+    0.9 if the kernel is free to run both threads on one of them.
     """
 
     def __init__(self, digester: Digester, layout: KVLayout) -> None:

@@ -68,7 +68,7 @@ class Exchange(ConnectorParts):
         self._receptions = Receptions(self._transport, self._digester, *parts)
 
     def close(self) -> None:
-        """Ends the transport."""
+        """Ends the transport, and the thread for digests."""
         self._beside.close()
         self._transport.close()
 

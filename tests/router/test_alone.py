@@ -163,8 +163,7 @@ async def refused(fleet: FakeFleet, request_id: str) -> errors.EffuseError:
 @asynccontextmanager
 async def others_around(fleet: FakeFleet, number: int) -> AsyncIterator[list[str]]:
     """This many other requests at any time, one after another each; the answers. None may fail."""
-    texts: list[str] = []
-    is_over = False
+    texts, is_over = list[str](), False
 
     async def send(seed: int) -> None:
         while not is_over:
@@ -172,7 +171,8 @@ async def others_around(fleet: FakeFleet, number: int) -> AsyncIterator[list[str
             texts.append(answer.text)
 
     async with asyncio.TaskGroup() as group:
-        _ = [group.create_task(send(seed)) for seed in range(number)]
+        for seed in range(number):
+            group.create_task(send(seed))
         await until(lambda: sum(len(one.running) for one in fleet.decode) == number)
         yield texts
         is_over = True
