@@ -37,6 +37,7 @@ from effuse.config.flags import parse
 from effuse.router.config import RouterConfig
 from effuse.worker.config import BothConfig, DecodeConfig, PrefillConfig
 
+BOTH: Final = "2 of both"
 TIER: Final = "TIER"  # in a flag: a directory of the fleet's own
 MOST_ASKED: Final = 20  # requests of a fleet, each twice
 KILL_AFTER_S: Final = 0.4
@@ -74,7 +75,7 @@ SETTINGS: Final[Mapping[str, Mapping[str, Choice]]] = {
         "1P1D": Choice(),
         "1D": Choice(fleet={"prefill": 0}),
         "2P2D": Choice(fleet={"prefill": 2, "decode": 2}),
-        "2 of both": Choice(fleet={"prefill": 0, "decode": 0, "workers": 2}),
+        BOTH: Choice(fleet={"prefill": 0, "decode": 0, "workers": 2}),
     },
     "pages move": {
         "nixl": Choice(fleet={"connector": "nixl"}),
@@ -127,6 +128,8 @@ def config_of(one: Combination, home: Path | None = None) -> FleetConfig:
     is_whole = one["work"] in (*CANVASES, "dream", "llada")  # prompts cannot be split
     if one["forwards"] == "of few tokens" and is_whole:
         raise ValueError("whole prompts need forwards of more tokens")
+    if one["forwards"] == "of few tokens" and one["workers"] == BOTH and one["work"] in LOOPS:
+        raise ValueError("a worker that decodes needs forwards of two of the loops' large blocks")
     if one["prefill by"] == "remote" and (one["work"] in CANVASES or one["workers"] == "1D"):
         raise ValueError("no prefill worker could compute a canvas, or there is none")
     chosen = [SETTINGS[name][choice] for name, choice in one.items()]
