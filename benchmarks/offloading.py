@@ -65,7 +65,7 @@ class Times:
     computed: list[float] = field(default_factory=list)
     from_host: list[float] = field(default_factory=list)
     from_store: list[float] = field(default_factory=list)
-    only_host: list[float] = field(default_factory=list)  # loaded whatever the rule says
+    only_host: list[float] = field(default_factory=list)  # always loaded, against the rule too
     only_store: list[float] = field(default_factory=list)
     out: list[float] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
@@ -319,7 +319,7 @@ def report(name: str, store: str, num_bytes: int, times: Times) -> list[str]:
         f"{found['from_store']:.2f} ms ({found['computed'] / found['from_store']:.2f}x)",
         f"out {found['out']:.2f} ms and back {found['back']:.2f} ms: "
         f"{found['computed'] / both:.2f}x as fast as computing again",
-        f"loaded whatever the rule says: {found['only_host']:.2f} ms from host memory, "
+        f"always loaded: {found['only_host']:.2f} ms from host memory, "
         f"{found['only_store']:.2f} ms from {store}; by the rule over the better of loading and "
         f"computing: {rule['host']:.2f} and {rule['store']:.2f}",
     ]

@@ -24,6 +24,11 @@ PLAIN = {name: next(iter(choices)) for name, choices in SETTINGS.items()}
         ({"workers": "1D", "prefill heads": "2"}, False),
         ({"work": "LLaDA's loops", "prefill by": "remote"}, False),
         ({"workers": "1D", "prefill by": "remote"}, False),
+        ({"work": "Fast-dLLM v2's loop", "forwards": "of few tokens"}, True),
+        (
+            {"work": "Fast-dLLM v2's loop", "forwards": "of few tokens", "workers": "2 of both"},
+            False,
+        ),
     ],
 )
 def test_what_the_commands_refuse_is_in_no_combination(
