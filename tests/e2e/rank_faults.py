@@ -2,8 +2,8 @@
 
 One worker of each role may be down at a time, so that one of each is always ready. With `--gpus`
 the workers are two co-located groups of two GPUs, with the bundled model. With `--engines` two
-prefill and two decode workers of one rank share two GPUs, in bf16 with `--batch-invariant`, and
-their engines are killed.
+prefill and two decode workers of one rank share up to two GPUs, in bf16 with `--batch-invariant`,
+and their engines are killed. With `--tier` few pages are left, and units come back from below them.
 
 From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.rank_faults --faults 40
 """
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ import psutil
 from e2e.client import connect
 from e2e.degrees import Asked
 from e2e.kept import LLADA2
-from e2e.same_answers import requests
+from e2e.same_answers import BASE, HOST_GIB, answers, loaded_bytes, requests
 from e2e.test_detection import lives
 from e2e.test_equality import solid_jobs
 from e2e.tiny import fleet_of, tiny_fleet
@@ -280,27 +280,36 @@ def on_gpus(connector: str, *, eager: bool) -> Iterator[tuple[Fleet, list[Asked]
 
 
 @contextlib.contextmanager
-def engines(connector: str, *, eager: bool) -> Iterator[tuple[Fleet, list[Asked]]]:
-    """2P2D on two GPUs in bf16, or on CPUs; the answers of this fleet before the first fault."""
+def engines(connector: str, *, eager: bool, tier: str) -> Iterator[tuple[Fleet, list[Asked]]]:
+    """2P2D on up to two GPUs in bf16, or on CPUs; the answers of a fleet without caches.
+
+    Raises AssertionError at the end if no unit came back from the tier.
+    """
     gpus = tuple(gpus_here())[:2]
-    on_gpu = "--device", "cuda", "--dtype", "bfloat16", "--batch-invariant"
-    flags = [*(on_gpu if gpus else ()), *["--enforce-eager"] * eager, "--num-pages", "4096"]
-    config = FleetConfig(
-        prefill=2,
-        decode=2,
-        connector=connector,
-        worker_flags=tuple(flags),
-        gpus=gpus or None,
-        gpu_sharing=bool(gpus),
-        has_secret=False,
-    )
+    device, mode = ("cuda", ("--batch-invariant",)) if gpus else ("cpu", ())
     prompts = [(prompt, params) for prompt, params in requests(200) if params.n != 2]
-    messages = [make_request(prompt, params, token_ids=True) for prompt, params in prompts]
-    with Fleet(config) as fleet:
+    found, *_ = answers(replace(BASE, caches=False), prompts, device, mode)
+    pages = 160 if tier else 4096
+    way = replace(BASE, connector=connector, eager=eager, pages=pages, tier=tier)
+    with (
+        tempfile.TemporaryDirectory(prefix="effuse-faults-") as files,
+        Fleet(
+            replace(
+                way.config(device, mode, files),
+                prefill=2,
+                decode=2,
+                gpus=gpus or None,
+                gpu_sharing=bool(gpus),
+            )
+        ) as fleet,
+    ):
+        messages = [make_request(prompt, params, token_ids=True) for prompt, params in prompts]
         with connect(fleet.address) as client, ThreadPoolExecutor(24) as pool:
-            found = list(pool.map(client.generate, messages))
-        assert all(one.deterministic for one in found)
-        yield fleet, [(one, own.token_ids) for one, own in zip(messages, found, strict=True)]
+            list(pool.map(client.generate, messages))  # compiles what is left
+        yield fleet, [(one, tokens[0]) for one, tokens in zip(messages, found, strict=True)]
+        moved = {name: loaded_bytes(fleet, name) for name in HOST_GIB}
+        print(f"bytes from host memory {moved['host']}, of them from files {moved['files']}")
+        assert not tier or moved[tier], f"no unit came back from {tier}"
 
 
 def _flag(name: str) -> str:
@@ -311,7 +320,7 @@ def storm(found: argparse.Namespace) -> Ledger:
     """Runs one storm."""
     ledger, roles = Ledger(), ROLES[1:] if found.gpus else ROLES
     if found.engines:
-        serves = engines(found.connector, eager=found.eager)
+        serves = engines(found.connector, eager=found.eager, tier=found.tier)
     elif found.pool:
         serves = with_pool()
     elif found.gpus:
@@ -352,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", action="store_true", help="ranks are stages of a pipeline")
     parser.add_argument("--pool", action="store_true", help="through a pool that loses units")
     parser.add_argument("--gpus", action="store_true", help="on four GPUs")
-    parser.add_argument("--engines", action="store_true", help="engines of 2P2D on two GPUs")
+    parser.add_argument("--engines", action="store_true", help="engines of 2P2D on GPUs")
+    parser.add_argument("--tier", default="", choices=("", *HOST_GIB), help="below few pages")
     parser.add_argument("--eager", action="store_true", help="without graphs, on GPUs")
     parser.add_argument("--seconds", type=float, default=1e9, help="no fault begins after them")
     found = parser.parse_args(argv)

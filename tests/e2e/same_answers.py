@@ -130,10 +130,15 @@ def answers(
         ThreadPoolExecutor(way.at_once) as pool,
     ):
         found = [one for _ in range(way.times) for one in pool.map(ask, asked)]
-        samples = scrape(fleet).items()
-        counters = [f"effuse_kv_offload_{name}_bytes_total" for name in LOADED.get(way.tier, ())]
-        moved = min((sum(n for key, n in samples if key[0] == c) for c in counters), default=0)
-    return [tokens for tokens, _ in found], sum(count for _, count in found), int(moved)
+        moved = loaded_bytes(fleet, way.tier)
+    return [tokens for tokens, _ in found], sum(count for _, count in found), moved
+
+
+def loaded_bytes(fleet: Fleet, tier: str) -> int:
+    """KV bytes that came from a tier; 0 if there is none."""
+    samples = scrape(fleet).items()
+    counters = [f"effuse_kv_offload_{name}_bytes_total" for name in LOADED.get(tier, ())]
+    return int(min((sum(n for key, n in samples if key[0] == c) for c in counters), default=0))
 
 
 def num_different(found: Sequence[Tokens], expected: Sequence[Tokens]) -> int:
