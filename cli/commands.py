@@ -82,8 +82,8 @@ class FleetConfig(Members):
         for flag in ("--redis-credentials", "--sentinel-credentials", "--redis-ca"):
             if self.redis_url is None and value_of(self.router_flags, flag):
                 raise ValueError(
-                    f"{flag}: expected with --redis-url; the embedded Redis has credentials of its "
-                    "own, and no TLS"
+                    f"{flag}: expected only with --redis-url; the embedded Redis has credentials "
+                    "of its own, and no TLS"
                 )
         if self.prefill_flags and not self.prefill and not self.workers:
             raise ValueError(

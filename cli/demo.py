@@ -75,7 +75,9 @@ def _fleet(console: Console, demo: Demo) -> Iterator[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command("demo", "Start a fleet, solve fresh problems on it, show their blocks fill.")
+    parser = command(
+        "demo", "Start a fleet, solve fresh problems on it, and show their blocks filling in."
+    )
     add = parser.add_argument
     add("--problems", type=whole(1), default=3, metavar="N", help="number of problems (default: 3)")
     add("--seed", type=whole(0), metavar="N", help="seed of the problems (default: new problems)")

@@ -212,8 +212,8 @@ def make_parser() -> argparse.ArgumentParser:
                "in 10 meet the objectives")  # fmt: skip
     add("--total-within", type=seconds, default=math.inf, metavar="S",
         help="objective: seconds until the end (default: none)")  # fmt: skip
-    add_switch(parser, "--baseline", "first answer in this process with the base model's own loop "
-               "and with one engine without a fleet; all greedy")  # fmt: skip
+    add_switch(parser, "--baseline", "before the fleet, answer the prompts in this process with "
+               "the base model's own loop and one engine; all greedy")  # fmt: skip
     add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
         help="checkpoint of the baselines (default: the bundled model)")  # fmt: skip
     add("--adapter", type=directory, metavar="DIR",

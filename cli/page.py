@@ -70,7 +70,10 @@ class PageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page, its events, and data for programs."""
         if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
-            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this page has no such path")
+            self.send_error(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                "this page answers only requests for 127.0.0.1 and localhost",
+            )
             return
         path = self.path.split("?")[0]
         if path == "/":

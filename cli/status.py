@@ -1,5 +1,5 @@
 """`effuse status`: the workers of a running fleet, their load and links, the share of requests that
-kept their objectives, and its addresses.
+met their objectives, and its addresses.
 
 The addresses of the page and of metrics are known if this user started the fleet on this machine.
 `effuse top` and the page show repeated views (`looks`), which go on after the router was

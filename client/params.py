@@ -114,7 +114,7 @@ class SamplingSettings(StoppingSettings):
     )
     top_k: int | None = _setting("K", "keep the K likeliest tokens; 0 keeps all")
     min_p: float | None = _setting(
-        "P", "keep tokens with this share of the highest probability; 0 keeps all"
+        "P", "keep tokens with at least this share of the highest probability; 0 keeps all"
     )
     presence_penalty: float | None = _setting(
         "X", "subtract X from the logits of tokens that the text contains (default: 0)"

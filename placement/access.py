@@ -177,7 +177,7 @@ def _no_primary(service: str, answers: Sequence[object]) -> str:
         names = "No such master" in str(faults[0])
         return f"no Sentinel knows the service {service!r}" if names else f"Sentinel: {faults[0]}"
     if refused:
-        return f"a Sentinel refuses --sentinel-credentials, or misses them ({refused[0]})"
+        return f"a Sentinel refuses --sentinel-credentials, or requires them ({refused[0]})"
     return f"no Sentinel answers ({answers[0]})"
 
 

@@ -300,7 +300,7 @@ class Admission:
         late_s = slots.holds.late_s(need.left_s, need.size, behind, slots.pace)
         if behind > 0 and late_s > 0:
             own = "" if need.num_answers == 1 else f" and it has {need.num_answers} answers"
-            raise self._shed(f"{ahead} requests wait before it{own}", need.left_s, late_s)
+            raise self._shed(f"{ahead} requests wait ahead of it{own}", need.left_s, late_s)
 
     def _num_beyond(self, slots: ModelSlots) -> int:
         """Slots held beyond those that there are, by answers without a seat yet; below 0 as many

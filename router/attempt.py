@@ -245,7 +245,7 @@ class Attempt:
                 request.answer.apply_event(Event.RESERVED, now)
                 held = event.reservation
                 if held.incarnation != decode.incarnation or held.attempt != self._id():
-                    raise Refused(f"{decode.worker_id} answered for another life or attempt")
+                    raise Refused(f"{decode.worker_id} answered for another incarnation or attempt")
                 if self._placement.prefill is not None:
                     request.costs.connector = held.connector if self._writer else "pool"
                 if not request.index:

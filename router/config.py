@@ -127,10 +127,10 @@ class RouterConfig(Connections):
 
     # Objectives, for plans, for goodput and for help with prompts.
     first_block_objective_s: Annotated[
-        float | None, "time from arrival to the first block that requests should keep, in seconds"
+        float | None, "time from arrival to the first block that requests should meet, in seconds"
     ] = None
     gap_objective_s: Annotated[
-        float | None, "time between two blocks of an answer that requests should keep, in seconds"
+        float | None, "time between two blocks of an answer that requests should meet, in seconds"
     ] = None
     gap_objective_ratio: Annotated[
         float | None, "the same, as a multiple of the shortest gap that was measured"

@@ -280,7 +280,7 @@ class KeptShares:
         """A line for each class, for operators."""
         return [
             f"{kept / (kept + missed):.1%} of the latest requests"
-            f"{f' of class {name}' if name else ''} kept their objectives"
+            f"{f' of class {name}' if name else ''} met their objectives"
             for (of, name), (kept, missed) in sorted(self._counts.items())
             if of == model
         ]

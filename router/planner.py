@@ -261,7 +261,7 @@ class Planner(Struct, frozen=True, dict=True):
         while self.best(high, rate).rate < rate:
             high *= 2
             if high > MOST_WORKERS:
-                raise ValueError("no number of workers keeps the objectives")
+                raise ValueError("no number of workers meets the objectives")
         low = high // 2 + 1
         while low < high:
             middle = (low + high) // 2
@@ -333,7 +333,7 @@ def reasons(planner: Planner, chosen: Split) -> list[str]:
     ]
     if kept.objectives != objectives:
         lost = _lost(objectives, kept.objectives)
-        lines.append(f"left out, because {named(chosen)} cannot keep it: {lost}")
+        lines.append(f"left out, because {named(chosen)} cannot meet it: {lost}")
     pace = next((one for one in kept.fitting if one.batch == chosen.batch), None)
     each_s = planner.prompt_s
     lines.append(f"a worker computes a prompt in {1e3 * each_s:.3g} ms: {1 / each_s:.3g} a second")
@@ -376,7 +376,7 @@ def _lost(wanted: Objectives, kept: Objectives) -> str:
 
 def _help(kept: Planner, chosen: Split) -> str:
     if not chosen.prefill:
-        return "no other roles sustain more" if chosen.rate else "no roles keep the objectives"
+        return "no other roles sustain more" if chosen.rate else "no roles meet the objectives"
     if chosen.share >= 0.005:
         return f"decode workers compute {chosen.share:.0%} of the prompts"
     if any(one.batch == chosen.batch and kept._most_help(one) > 0 for one in kept.fitting):

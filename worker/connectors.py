@@ -47,7 +47,7 @@ def choose_connector(
         return "zmq"
     if not (on_gpu or is_loopback(config.host)):
         LOG.info(
-            "connector: zmq, because pages are in host memory and workers are on several hosts"
+            "connector: zmq, because pages are in host memory and --host is not a loopback address"
         )
         return "zmq"
     why = "pages are on a GPU" if on_gpu else "all workers are on this host"

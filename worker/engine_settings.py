@@ -56,7 +56,7 @@ class ModelSettings(Access):
         bool, "spread whole experts over the devices; without it each expert is split"
     ] = False
     nnodes: Annotated[int, "hosts of the worker's devices; start the same command on each"] = 1
-    node_rank: Annotated[int, "number of this host, from 0; clients and routers reach host 0"] = 0
+    node_rank: Annotated[int, "number of this host, from 0; routers call host 0"] = 0
     master_addr: Annotated[
         str | None, "name or address of host 0, at which the other hosts reach it"
     ] = None

@@ -271,7 +271,7 @@ class Nodes:
                     raise msgspec.DecodeError(f"expected one frame, got {len(frames)}")
                 yield received.sender, FROM_NODE.decode(frames[0].buffer)
             except UNREADABLE as error:
-                self._refusals.log(f"no host sends such a message: {error}", now)
+                self._refusals.log(f"it sent an invalid message: {error}", now)
 
     def _send(self, sender: bytes, message: ToNode) -> None:
         with contextlib.suppress(zmq.Again):  # it is gone

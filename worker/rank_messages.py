@@ -319,4 +319,4 @@ def read_answer(frames: Sequence[bytes], size: int) -> tuple[int, FromRank]:
             raise ValueError(f"{len(frames)} frames; the group has ranks 1 to {size - 1}")
         return rank, ANSWERS.decode(frames[1])
     except (*UNREADABLE, ValueError, NotImplementedError) as error:
-        raise ValueError(f"rank {rank} sent an answer that no rank sends: {error}") from error
+        raise ValueError(f"rank {rank} sent an invalid message: {error}") from error

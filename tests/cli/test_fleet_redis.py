@@ -161,7 +161,7 @@ def test_a_redis_that_refuses_is_not_waited_for(
 def test_credentials_for_a_redis_of_its_own_are_refused() -> None:
     """It has its own user, and refuses another one's password."""
     for flag in ("--redis-credentials", "--sentinel-credentials", "--redis-ca"):
-        with pytest.raises(ValueError, match=f"{flag}: expected with --redis-url"):
+        with pytest.raises(ValueError, match=f"{flag}: expected only with --redis-url"):
             FleetConfig(router_flags=(flag, "file"))
 
 

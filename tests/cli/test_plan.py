@@ -113,7 +113,7 @@ def test_a_load_that_no_number_of_workers_bears(
     load = ("--rate", "1e9", "--prompt", "1e6", "--output", "1e6")
     assert main(["plan", "--times", times, *load]) == 1
     assert capsys.readouterr().err == (
-        "effuse plan: --rate 1e+09: no number of workers keeps the objectives\n"
+        "effuse plan: --rate 1e+09: no number of workers meets the objectives\n"
     )
 
 

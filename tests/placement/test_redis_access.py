@@ -173,7 +173,7 @@ def test_what_is_wrong_with_a_sentinel_is_named(tmp_path: Path) -> None:
         url = f"redis+sentinel://127.0.0.1:{port}/{SERVICE}"
         access = RedisAccess(sentinel_credentials=path)
         until(lambda: not silence(url, access), "the Sentinel does not know its primary")
-        assert "refuses --sentinel-credentials, or misses them" in silence(url)
+        assert "refuses --sentinel-credentials, or requires them" in silence(url)
         assert silence(f"{url}s", access) == f"no Sentinel knows the service '{SERVICE}s'"
         group.kill(redis_port)
         until(lambda: "NOQUORUM" in silence(url, access), "the lack of a quorum is not named")

@@ -195,8 +195,8 @@ def test_goodput_is_counted_by_class_and_objective() -> None:
         assert counts(fleet, "all", "true") == counts(fleet, "gap", "true") == 1
         (plan,) = (await monitor_stub(fleet.channel).GetPlan(monitor_pb2.GetPlanRequest())).plans
         assert list(plan.kept) == [
-            "100.0% of the latest requests kept their objectives",
-            "50.0% of the latest requests of class chat kept their objectives",
+            "100.0% of the latest requests met their objectives",
+            "50.0% of the latest requests of class chat met their objectives",
         ]
         assert list(plan.lines[-2:]) == list(plan.kept)
 

@@ -174,7 +174,7 @@ def test_objectives_that_nothing_keeps_are_left_out_and_named() -> None:
     kept = asked.within_reach()
     assert kept.objectives == Objectives(first_block_s=1.0)
     lines = reasons(asked, kept.best(4))
-    assert "left out, because 4 workers that do both cannot keep it: gaps within 0.02 s" in lines
+    assert "left out, because 4 workers that do both cannot meet it: gaps within 0.02 s" in lines
     neither = planner(objectives=Objectives(first_block_s=0.01, gap_s=0.02))
     assert neither.within_reach().objectives == Objectives()
     local = planner(objectives=Objectives(gap_s=0.08), mode="local")  # gaps have no room at all

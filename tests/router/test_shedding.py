@@ -248,7 +248,7 @@ def test_only_those_who_go_first_count_as_ahead() -> None:
             waiting = [asyncio.create_task(wait()) for _ in range(4)]
             await asyncio.sleep(0)
             admission.check(SlotNeed(place=4.0, left_s=2.5))
-            with pytest.raises(Overloaded, match="4 requests wait before it"):
+            with pytest.raises(Overloaded, match="4 requests wait ahead of it"):
                 admission.check(SlotNeed(place=5.0, left_s=2.5))
             # Of another tenant's it is one, by turns.
             admission.check(SlotNeed(place=5.0, tenant="other", left_s=3.5))

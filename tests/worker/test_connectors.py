@@ -24,7 +24,7 @@ def choose(connector: Connector, host: str, problem: str, *, on_gpu: bool) -> st
         ("127.0.0.1", False, "", "nixl", "all workers are on this host"),
         ("::1", False, "", "nixl", "all workers are on this host"),
         ("localhost", False, "", "nixl", "all workers are on this host"),
-        ("10.1.2.3", False, "", "zmq", "several hosts"),
+        ("10.1.2.3", False, "", "zmq", "not a loopback"),
         ("0.0.0.0", True, "", "nixl", "on a GPU"),
         ("0.0.0.0", True, "no module named nixl", "zmq", "no module named nixl"),
         ("127.0.0.1", False, "no module named nixl", "zmq", "no module named nixl"),

@@ -49,13 +49,19 @@ NESTED = b"\x82\xa4type\xa8Computed\xa1a" + b"\x91" * 30_000
 @pytest.mark.parametrize(
     ("frames", "named"),
     [
-        ([b"\x01", b"none that a rank sends"], "rank 1 sent an answer"),
-        ([b"\x02", PAGES_MOVED], "rank 2 sent an answer"),
-        ([b"\x02", NESTED], "rank 2 sent an answer"),
-        ([b"\x01"], "rank 1 sent an answer that no rank sends: 1 frames"),
-        ([b"\x01", ENCODER.encode(Taken(0, 0)), b""], "rank 1 sent an answer .*: 3 frames"),
-        ([b"\x03", ENCODER.encode(Taken(0, 0))], "rank 3 sent an answer .* has ranks 1 to 2"),
-        ([b"", ENCODER.encode(Taken(0, 0))], "rank 0 sent an answer .* has ranks 1 to 2"),
+        ([b"\x01", b"none that a rank sends"], "rank 1 sent an invalid message"),
+        ([b"\x02", PAGES_MOVED], "rank 2 sent an invalid message"),
+        ([b"\x02", NESTED], "rank 2 sent an invalid message"),
+        ([b"\x01"], "rank 1 sent an invalid message: 1 frames"),
+        (
+            [b"\x01", ENCODER.encode(Taken(0, 0)), b""],
+            "rank 1 sent an invalid message .*: 3 frames",
+        ),
+        (
+            [b"\x03", ENCODER.encode(Taken(0, 0))],
+            "rank 3 sent an invalid message .* has ranks 1 to 2",
+        ),
+        ([b"", ENCODER.encode(Taken(0, 0))], "rank 0 sent an invalid message .* has ranks 1 to 2"),
     ],
 )
 def test_a_malformed_answer_ends_the_group_and_names_its_rank(
@@ -89,7 +95,7 @@ def test_answers_bring_no_looks_for_frozen_ranks(
         allowed = (time.monotonic() - began) / 0.25 + 2
         assert 1 <= looks.count(looks[0]) <= allowed < num_answers
         other.send_multipart([b"none"])
-        check_ended(made, "an answer that no rank sends")
+        check_ended(made, "an invalid message")
 
 
 def test_no_group_outlives_its_watch(

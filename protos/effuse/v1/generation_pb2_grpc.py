@@ -84,7 +84,7 @@ class GenerationServiceServicer:
 
     def CancelRequest(self, request, context):
         """Ends a request by its id, whether it waits or runs. Its own call ends with ABORTED, and its resources are free
-        soon after. If another router runs it, the answer names that router and nothing is cancelled.
+        soon after. If another router runs it, the response names that router and nothing is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class GenerationServiceStub:
         effuse.v1.generation_pb2.CancelRequestResponse,
     ]
     """Ends a request by its id, whether it waits or runs. Its own call ends with ABORTED, and its resources are free
-    soon after. If another router runs it, the answer names that router and nothing is cancelled.
+    soon after. If another router runs it, the response names that router and nothing is cancelled.
     """
 
 class GenerationServiceAsyncStub:
@@ -73,7 +73,7 @@ class GenerationServiceAsyncStub:
         effuse.v1.generation_pb2.CancelRequestResponse,
     ]
     """Ends a request by its id, whether it waits or runs. Its own call ends with ABORTED, and its resources are free
-    soon after. If another router runs it, the answer names that router and nothing is cancelled.
+    soon after. If another router runs it, the response names that router and nothing is cancelled.
     """
 
 class GenerationServiceServicer(metaclass=abc.ABCMeta):
@@ -110,7 +110,7 @@ class GenerationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[effuse.v1.generation_pb2.CancelRequestResponse, collections.abc.Awaitable[effuse.v1.generation_pb2.CancelRequestResponse]]:
         """Ends a request by its id, whether it waits or runs. Its own call ends with ABORTED, and its resources are free
-        soon after. If another router runs it, the answer names that router and nothing is cancelled.
+        soon after. If another router runs it, the response names that router and nothing is cancelled.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
