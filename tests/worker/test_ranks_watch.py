@@ -55,7 +55,7 @@ NESTED = b"\x82\xa4type\xa8Computed\xa1a" + b"\x91" * 30_000
         ([b"\x01"], "rank 1 sent an invalid message: 1 frames"),
         (
             [b"\x01", ENCODER.encode(Taken(0, 0)), b""],
-            "rank 1 sent an invalid message .*: 3 frames",
+            "rank 1 sent an invalid message: 3 frames",
         ),
         (
             [b"\x03", ENCODER.encode(Taken(0, 0))],
