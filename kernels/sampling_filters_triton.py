@@ -15,7 +15,6 @@ from effuse.kernels.sampling_shared_triton import Tile
 from effuse.kernels.values import RowSampling
 
 # `_ordered(-inf)`
-ORDER_OF_MINUS_INF = tl.constexpr(-2139095041)
 FAR = tl.constexpr(2147483647)
 LARGE = tl.constexpr(1.0e30)
 LOG2_E = tl.constexpr(1.4426950408889634)

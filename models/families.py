@@ -8,8 +8,7 @@ from typing import Final
 
 from effuse.models.config_keys import ConfigKeys
 from effuse.models.family import Family
-from effuse.models.family_dream import DREAM
-from effuse.models.family_dream_reasoner import DREAM_REASONER
+from effuse.models.family_dream import DREAM, DREAM_REASONER
 from effuse.models.family_fast_dllm_v2 import FAST_DLLM_V2
 from effuse.models.family_ling import LLADA2_MOE, LLADA_MOE
 from effuse.models.family_llada import LLADA

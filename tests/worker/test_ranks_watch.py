@@ -59,9 +59,9 @@ NESTED = b"\x82\xa4type\xa8Computed\xa1a" + b"\x91" * 30_000
         ),
         (
             [b"\x03", ENCODER.encode(Taken(0, 0))],
-            "rank 3 sent an invalid message .* has ranks 1 to 2",
+            "rank 3 sent an invalid message: .* has ranks 1 to 2",
         ),
-        ([b"", ENCODER.encode(Taken(0, 0))], "rank 0 sent an invalid message .* has ranks 1 to 2"),
+        ([b"", ENCODER.encode(Taken(0, 0))], "rank 0 sent an invalid message: .* has ranks 1 to 2"),
     ],
 )
 def test_a_malformed_answer_ends_the_group_and_names_its_rank(
