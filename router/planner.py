@@ -302,6 +302,8 @@ class Planner(Struct, frozen=True, dict=True):
         limit_s = self.gap_limit_s
         if math.isinf(limit_s):
             return 1.0
+        if limit_s <= 0:  # a gap that was too short to measure
+            return 0.0
         pieces = math.floor((limit_s - pace.gap_s) / self.piece_s + 1e-9)
         return min(1.0, pieces * self.piece_s / limit_s)
 
@@ -320,7 +322,9 @@ class Planner(Struct, frozen=True, dict=True):
                 useful = self._utilisation(left_s, max(1.0, even))
                 ratio = answers * self.sent_s / max(0.01, useful)
             near |= {math.floor(even) + step for step in (-1, 0, 1, 2)}
-        yield from sorted(one for one in near if 0 < one < workers)
+        inner = sorted(one for one in near if 0 < one < workers)
+        # If no batch keeps the objectives, each split sustains nothing.
+        yield from inner or [1] * (self.mode == "remote" and workers > 1)
 
 
 def reasons(planner: Planner, chosen: Split) -> list[str]:

@@ -179,6 +179,16 @@ def test_objectives_that_nothing_keeps_are_left_out_and_named() -> None:
     assert neither.within_reach().objectives == Objectives()
     local = planner(objectives=Objectives(gap_s=0.08), mode="local")  # gaps have no room at all
     assert local.within_reach().objectives == Objectives()
+    remote = planner(objectives=Objectives(gap_s=0.02), mode="remote")
+    assert remote.best(4).rate == 0 and remote.best(1).roles == (0, 1)
+    assert remote.within_reach().objectives == Objectives()
+    assert remote.within_reach().best(4).rate > 0
+
+
+def test_a_gap_that_was_too_short_to_measure_leaves_no_room_for_prompts() -> None:
+    instant = replace(EVEN, answers=(replace(EVEN.answers[0], gap_s=0.0), *EVEN.answers[1:]))
+    asked = planner(times=instant, objectives=Objectives(gap_ratio=2.0))
+    assert asked.best(4).share == 0.0
 
 
 def test_reasons_have_load_times_bounds_and_the_result() -> None:
