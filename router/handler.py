@@ -270,6 +270,7 @@ class _Handler:
             try:
                 async with asyncio.timeout_at(request.deadline) as limit:
                     running.limit_by(limit)
+                    share.check()
                     if (kept := await self._shared.claim()) is not None:
                         return await self._repeat(kept)
                     left_s = request.deadline - asyncio.get_running_loop().time()

@@ -172,6 +172,10 @@ class QuotaShare:
         self.end_answers(self.num_answers)
         self._quotas.end_request(self._tenant, self._account, self.num_tokens)
 
+    def check(self) -> None:
+        """Raises `Overloaded` if others that were let in at the same moment leave no room."""
+        self._quotas.check_room(self._tenant, self._account, 0, self.num_answers)
+
     def end_answers(self, count: int) -> None:
         self.num_answers -= count
         self._account.running -= count
@@ -196,17 +200,20 @@ class Quotas:
             return
         self._let_time_pass(account, tenant)
         rate = tenant.tokens_per_minute
-        if most is not None and account.running + num_answers > most:
-            own = "" if num_answers == 1 else f", and this request counts as {num_answers}"
-            text = (
-                f"{account.running} requests of this key's tenant run or wait{own}; "
-                f"its limit is {most}"
-            )
-            raise Overloaded(text, retry_after_s=AGAIN_S)
+        self.check_room(tenant, account, num_answers, num_answers)
         if rate is not None and account.spent >= rate:
             wait_s = (account.spent - rate) * MINUTE_S / rate + AGAIN_S
             text = f"this key's tenant has used its {rate} tokens a minute"
             raise Overloaded(text, retry_after_s=math.ceil(wait_s))
+
+    def check_room(self, tenant: Tenant, account: Account, more: int, num_answers: int) -> None:
+        """Raises `Overloaded` if `more` answers beside those that are counted are too many for a
+        tenant, because of a request for `num_answers`."""
+        most, running = tenant.max_requests, account.running + more
+        if most is not None and running > most:
+            own = "" if num_answers == 1 else f", and this request counts as {num_answers}"
+            others = f"{running - num_answers} requests of this key's tenant run or wait{own}"
+            raise Overloaded(f"{others}; its limit is {most}", retry_after_s=AGAIN_S)
 
     def running(self, tenant: Tenant, num_answers: int = 1) -> QuotaShare:
         """Counts a request within `with`, by its answers."""

@@ -258,6 +258,28 @@ def test_each_of_several_prompts_counts_as_a_request(tmp_path: Path) -> None:
     run(body, keys=keys)
 
 
+def test_the_limit_of_a_key_holds_for_calls_of_one_moment(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(line_of("a-token", Tenant("team", max_requests=2)) + "\n")
+
+    async def body(fleet: FakeFleet) -> None:
+        client, go = client_of(fleet, "a-token"), asyncio.Event()
+        fleet.decode[0].at["commit 1"] = holds(go)
+        asked = [
+            client.completions.create(model="fake", prompt=f"{number}?") for number in range(20)
+        ]
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        await until(lambda: len(fleet.decode[0].running) == 2)
+        await until(lambda: sum(task.done() for task in tasks) == 18)
+        go.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [one for one in found if isinstance(one, openai.RateLimitError)]
+        assert len(refused) == 18
+        assert "2 requests of this key's tenant run or wait; its limit is 2" in str(refused[0])
+
+    run(body, keys=keys)
+
+
 def test_a_client_that_goes_away_ends_its_request() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].at["commit 1"] = holds(asyncio.Event())
