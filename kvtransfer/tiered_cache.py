@@ -147,7 +147,9 @@ class TieredCache(UnitCache):
             return None
         if all(map(pool.store.__contains__, keys)):  # for many prompts a turn
             return pool.is_usable
-        return None if since_s is not None and pool.goes_on(since_s) else False
+        unit = self._units.get(keys[0])
+        fits = unit is None or len(unit.pages) <= self._host.num_slots
+        return None if fits and since_s is not None and pool.goes_on(since_s) else False
 
     def end(self, one: HeldUnits) -> None:
         super().end(one)

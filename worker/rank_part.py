@@ -145,7 +145,8 @@ def _host_pages(
     num_slots = int(size * GIB) // all_bytes
     span = memory.layout.span
     is_causal = model.prompt_attention == "causal_blocks"
-    least = math.lcm(span, model.block_size) // span if is_causal else 1  # pages of a unit
+    unit_tokens = max(math.lcm(span, model.block_size), config.kv_unit_tokens or 0)
+    least = -(-unit_tokens // span) if is_causal else 1  # pages of a unit
     if num_slots < least:
         raise ValueError(
             f"--kv-offloading-size: expected room for {least} pages of {memory.page_bytes} bytes "

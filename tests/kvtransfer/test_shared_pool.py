@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from kvtransfer.fake_pool import FakePool, SharedUnits
 from kvtransfer.test_tiered_cache import storm
 from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene
@@ -332,6 +333,18 @@ def test_a_unit_that_the_pool_has_given_up_is_written_again(is_causal: bool) -> 
     scene.run(TEXTS[0], TEXTS[0])
     assert shared.calls.count("find") == asked  # not each time
     assert "remove" not in shared.calls
+
+
+def test_a_prompt_that_host_memory_cannot_hold_does_not_wait_for_the_pool() -> None:
+    """However many others are written meanwhile."""
+    scene = worker(SharedUnits(), is_causal=False, num_slots=6)
+    for text, is_there in ((TEXTS[0][:12], None), (TEXTS[0], False)):
+        one = scene.start(text)
+        while one in scene.waiting:
+            scene.admit()
+            scene.poll()
+        scene.cache.add_whole(one.units, one.pages, torch.tensor([0.0]))
+        assert scene.cache.pooled(one.units, scene.time) is is_there
 
 
 def test_a_prompt_for_the_pool_is_not_there_if_the_pool_has_given_it_up() -> None:

@@ -134,6 +134,10 @@ def test_pages_that_ranks_write_for_a_cut_context_are_limited_too() -> None:
             {"kv_offloading_size": 1e-6, "page_size": 2},
             "--kv-offloading-size: expected room for 2 pages of ",
         ),
+        (
+            {"kv_offloading_size": 1e-5, "kv_unit_tokens": 64},
+            "--kv-offloading-size: expected room for 4 pages of ",
+        ),
         ({"kv_offloading_size": 1e6}, "--kv-offloading-size 1e.06: .*memory"),
         ({"kv_offloading_size": 1e30}, "--kv-offloading-size 1e.30: .*too large"),
         ({"kv_offloading_dir": Path("/dev/null/kv")}, "--kv-offloading-dir: .*Not a directory"),
