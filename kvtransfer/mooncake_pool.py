@@ -59,7 +59,6 @@ _Result = TypeVar("_Result")
 _KEPT_UNITS: Final = 32  # in one call; prompts on their way to the pool wait for each call's end
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
-_MOST_KNOWN: Final = 1 << 18  # units; those of the pool are forgotten here beyond that
 _PROBE: Final = "effuse/probe"
 
 
@@ -203,11 +202,6 @@ class MooncakePool(UnitStore):
         self._client: _Client | None = None
         self._lock = Lock()
         self._base = address_of(host.views([0])[0])
-
-    def kept(self, key: Key, before: Key, size: int) -> None:
-        super().kept(key, before, size)
-        while len(self) > _MOST_KNOWN:
-            self._known.popitem(last=False)
 
     def open(self) -> "Future[object]":
         return self._finder.submit(self._open)

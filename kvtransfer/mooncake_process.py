@@ -20,6 +20,8 @@ from typing import Any, Final, Literal, NoReturn
 
 import msgspec
 
+from effuse.config.access import host_and_port
+
 MISSING: Final = (-703, -704)
 """Codes of Mooncake for an object that is not there, or not whole."""
 PRESENT: Final = -705
@@ -202,7 +204,7 @@ def _connect(orders: PoolOrders) -> Any:
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    master = f"{orders.host}:{orders.port}"
+    master = host_and_port(orders.host, orders.port)
     # Without memory of its own in the store, so that no unit ends with a worker.
     code = store.setup(own_host, "P2PHANDSHAKE", 0, 0, orders.protocol, orders.devices, master)
     if code:

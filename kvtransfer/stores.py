@@ -22,6 +22,7 @@ from effuse.kvtransfer.units import Key
 
 HEAD: Final = struct.Struct("<8s16s16sQQ")  # magic, seal, digest, boundary's bytes, KV bytes
 MOST_BOUNDARY: Final = 1 << 20  # bytes
+MOST_KNOWN: Final = 1 << 18  # units of a store with a limit of its own
 _MAGIC: Final = b"effuse1\n"
 READERS: Final = 2
 _Result = TypeVar("_Result")
@@ -122,6 +123,8 @@ class UnitStore(ABC):
         self._known[key] = before, size
         while self.num_bytes > self._most_bytes:
             self.forget(next(iter(self._known)))
+        while self.keeps_all and len(self) > MOST_KNOWN:  # which has its own limit
+            self.lose(next(iter(self._known)))
 
     def forget(self, key: Key) -> None:
         """Removes a unit, if it is known."""

@@ -222,10 +222,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def difference_from(self, peer: "WorkerRecord") -> str:
         """The first fact that keeps KV from passing between them; empty if there is none."""
-        facts = zip(self.fingerprint, peer.fingerprint, strict=False)
-        name, ours, theirs = next(((a, b, d) for (a, b), (_, d) in facts if b != d), ("", "", ""))
-        ends = f"{ours} at {self.worker_id}, {theirs} at {peer.worker_id}"
-        return name and f": {name} is {ends}"
+        ours, theirs = dict(self.fingerprint), dict(peer.fingerprint)
+        name = next((one for one in ours | theirs if ours.get(one) != theirs.get(one)), "")
+        own, other = (facts.get(name, "(absent)") for facts in (ours, theirs))
+        return name and f": {name} is {own} at {self.worker_id}, {other} at {peer.worker_id}"
 
     def shares_pool_with(self, peer: "WorkerRecord") -> bool:
         """Whether each finds in a pool what the other writes there now."""

@@ -133,7 +133,8 @@ class HttpServer(uvicorn.Server):
     def listen(self, host: str, port: int, *, shares_port: bool) -> int:
         """Takes the port, any free one for 0, and returns it. Raises OSError."""
         try:
-            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bare = host.strip("[]")  # as gRPC takes them
+            family, *_, where = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
             taken = socket.create_server(
                 where[:2], family=family, backlog=BACKLOG, reuse_port=shares_port
             )

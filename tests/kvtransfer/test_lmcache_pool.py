@@ -11,6 +11,7 @@ from kvtransfer.lmcache_stand_in import StandIn
 from kvtransfer.pool_user import FACTS, KEYS, MEMORY
 
 from effuse.config.pool_address import PoolAddress
+from effuse.kvtransfer import stores
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.lmcache_pool import LMCachePool
 from effuse.kvtransfer.stores import UnitFacts
@@ -86,3 +87,15 @@ def test_a_server_that_ends_a_connection_is_asked_anew(server: StandIn) -> None:
     for _ in range(2):  # by either reader
         assert user.pool.load(KEYS[0], user.host.views([2])).result(20) == FACTS
     user.pool.close()
+
+
+def test_units_of_a_server_are_forgotten_here_beyond_a_number_and_stay_there(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "MOST_KNOWN", 2)
+    user = User(server)
+    for key in KEYS[:4]:
+        user.pool.kept(key, b"", user.keep(key, 1))
+    assert [key in user.pool for key in KEYS[:4]] == [False, False, True, True]
+    assert len(server.objects) == 4
+    assert user.pool.num_bytes == 2 * len(next(iter(server.objects.values())))

@@ -44,6 +44,7 @@ def path(name):
 
 class MooncakeDistributedStore:
     def setup(self, host, metadata, memory, buffer, protocol, devices, master):
+        (HOME / "master").write_text(master)
         return obey("setup")
 
     def register_buffer(self, address, size):
@@ -194,6 +195,14 @@ def test_a_client_that_stands_still_is_killed_and_replaced(
         user.count(KEYS[0])
     user.pool.open().result(20)
     assert user.count(KEYS[0]) == 1
+
+
+def test_an_address_of_ipv6_reaches_the_client_in_brackets(home: Path) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as master:
+        port = master.getsockname()[1]
+        made = PoolUser(PoolAddress.parse(f"mooncake://[::1]:{port}/team"))
+        made.pool.close()
+    assert (home / "master").read_text() == f"[::1]:{port}"
 
 
 @pytest.mark.parametrize("fault", ["ends", "setup stands still", "no master", "no package"])

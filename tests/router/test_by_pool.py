@@ -112,12 +112,18 @@ def test_a_prefill_worker_that_dies_before_the_pool_has_its_prompt_is_replaced()
     run(body, kv_mode="pool", num_prefill=2)
 
 
-def test_workers_with_units_of_other_sizes_are_named_with_both_sizes() -> None:
-    ours, theirs = ((("page_size", "16"), ("kv_unit_tokens", size)) for size in ("64", "128"))
+@pytest.mark.parametrize(
+    ("sizes", "told"), [(("64", "128"), "64 at p0, 128"), (("64", ""), "64 at p0, (absent)")]
+)
+def test_workers_with_units_of_other_sizes_are_named_with_both_sizes(
+    sizes: tuple[str, str], told: str
+) -> None:
+    """A worker with the default has no such fact."""
+    asked = [(("kv_unit_tokens", size),) if size else () for size in sizes]
+    ours, theirs = ((("page_size", "16"), *one) for one in asked)
     prefill = record("p0", "prefill", 7, fingerprint=ours)
     decode = record("d0", "decode", 7, fingerprint=theirs)
     workers = [Candidate(record=one, in_flight=InFlight()) for one in (prefill, decode)]
     need = AttemptNeeds(model=decode.model.name, mode="remote", by_pool=True)
     assert place(workers, need) is None
-    told = what_is_missing(workers, need)
-    assert told.endswith(": kv_unit_tokens is 64 at p0, 128 at d0")
+    assert what_is_missing(workers, need).endswith(f": kv_unit_tokens is {told} at d0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import resource
@@ -351,3 +352,14 @@ def test_a_client_without_a_certificate_gets_no_answer(tmp_path: Path) -> None:
         body, http_port=0,
         tls_cert=files.cert, tls_key=files.key, tls_client_ca=authority.cert,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_may_have_brackets_as_for_grpc(host: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nobody asks")
+
+    server = HttpServer(app)
+    port = server.listen(host, 0, shares_port=False)
+    with contextlib.closing(server.taken), socket.create_connection(("::1", port), timeout=20):
+        pass
