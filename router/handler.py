@@ -1,9 +1,8 @@
 """One request from top to bottom: checked, let in, answered, and ended.
 
 Every protocol's requests come through `Serving`, which raises all that speaks against a request
-before anything is held for it. The end of each is decided and counted here, in one place. Not here:
-the meaning of other protocols' messages (`openai_requests.py`, `kserve.py`, `vllm_engine.py`), how
-an answer comes about and the reaction to failures of workers (`answer.py`).
+before anything is held for it, and each end is counted here. Not here: the meaning of other
+protocols' messages (`openai_requests.py`, `kserve.py`, `vllm_engine.py`), and `answer.py`.
 """
 
 import asyncio
@@ -145,8 +144,7 @@ class Serving:
         router.requests.check_id(request_id)
         asked = self.resolve(message, is_stream=is_stream, seed=secrets.randbits(64))
         router.quotas.check(tenant, asked.num_answers)
-        left_s = began + limit_s - loop.time()
-        admission.check(SlotNeed.of(asked, tenant.name, arrived, left_s))
+        admission.check(SlotNeed.of(asked, tenant.name, arrived, began + limit_s - loop.time()))
         router.budget.add_requests(asked.num_answers, router.now())
         text = AnswerText(router.tokenizer, message.stopping.stop, message.stopping.min_tokens)
         return Request(
@@ -167,7 +165,8 @@ class Serving:
         router, recovery_s = self.router, self.router.config.recovery_s
         ends = router.now() + recovery_s
         try:
-            with router.admission.early(), router.requests.running(request) as running:
+            quota = router.quotas.running(request.tenant)
+            with router.admission.early(), quota, router.requests.running(request) as running:
                 async with asyncio.timeout(request.limit_s) as limit:
                     running.limit_by(limit)
                     while router.seats.catalogue.is_empty:
@@ -194,7 +193,8 @@ class Serving:
             parse_special_tokens=asked.parse_special_tokens,
         )
         resolved = self.resolve(message, is_stream=False)
-        return await encode_prompt(resolved, self.router.tokenizer), resolved.model
+        async with self.router.tokenizer.turns:
+            return await encode_prompt(resolved, self.router.tokenizer), resolved.model
 
     async def answer(self, read: Read, context: CallContext) -> pb.GenerateResponse:
         """The whole answer, or all answers, to the message that `read` returns; raises

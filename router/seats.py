@@ -275,7 +275,8 @@ class Seats:
     def give_up_waiting(self) -> None:
         """Refuses requests in the queue that no worker could take for `recovery_s`."""
         now = self._now()
-        waiting = [name for name, num in self._admission.waiting_by_model().items() if num]
+        by_model = self._admission.waiting_by_model().items()
+        waiting = [name for name, num in by_model if name and num]  # early ones end by themselves
         lacking = [name for name in waiting if not self.can_serve(name)]
         self._lacking_since = {name: self._lacking_since.get(name, now) for name in lacking}
         for name, since in self._lacking_since.items():

@@ -147,7 +147,9 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         else:
             findings.token_ids("token_ids", request.token_ids, model.vocab_size, {})
         findings.raise_any()
-        text = await self._serving.router.tokenizer.text_of(request.token_ids)
+        tokenizer = self._serving.router.tokenizer
+        async with tokenizer.turns:
+            text = await tokenizer.text_of(request.token_ids)
         return model_pb2.DetokenizeResponse(text=text)
 
     def _describe(self, model: ModelInfo) -> model_pb2.Model:

@@ -79,6 +79,8 @@ class Tokenizer:
         self.chat_template_origin = None if chat_template is None else chat_template.origin
         """The file that the chat template was read from."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self.turns = asyncio.Semaphore(max(1, threads - 1))
+        """For calls that want no answer: they leave a thread to requests, which hold seats."""
         added = backend.get_added_tokens_decoder().items()
         self.special_tokens = SpecialTokens(
             SpecialToken(

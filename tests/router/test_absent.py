@@ -92,6 +92,20 @@ def test_a_router_that_knows_no_model_waits_for_the_first_worker() -> None:
     run(body, state="released")
 
 
+def test_requests_that_wait_for_a_first_model_are_counted_however_long_none_comes() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        admission, asking = fleet.router.admission, []
+        for _ in range(12):  # three times as long as the first one waits
+            asking.append(asyncio.create_task(failure(ask(fleet))))
+            await asyncio.sleep(0.1)
+            assert admission.num_waiting > 0
+            assert admission.waiting_by_model() == {"": admission.num_waiting}
+        assert asking[0].done()
+        assert {type(error) for error in await asyncio.gather(*asking)} == {errors.Unavailable}
+
+    run(body, state="released", recovery_s=0.4)
+
+
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "never seen"])
 def test_cancels_and_deadlines_are_honoured_while_waiting(is_known: bool) -> None:
     async def body(fleet: FakeFleet) -> None:

@@ -47,6 +47,25 @@ def served(
     run(body, keys=keys, **settings)  # type: ignore[arg-type]
 
 
+def test_before_any_model_is_known_a_tenant_is_limited_too(tmp_path: Path) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        flood, quiet = stub_of(fleet, "flood"), stub_of(fleet, "quiet")
+        first = asyncio.ensure_future(flood.Generate(request(), timeout=30))
+        await until(lambda: fleet.router.admission.num_waiting == 1)
+        refused = await failure(flood.Generate(request(), timeout=30))
+        assert isinstance(refused, Overloaded) and "its limit is 1" in refused.message
+        other = asyncio.ensure_future(quiet.Generate(request(), timeout=30))
+        await until(lambda: fleet.router.admission.num_waiting == 2)
+        for call in (first, other):
+            call.cancel()
+        await until(lambda: fleet.router.admission.num_waiting == 0)
+        again = asyncio.ensure_future(flood.Generate(request(), timeout=30))
+        await until(lambda: fleet.router.admission.num_waiting == 1)
+        again.cancel()
+
+    served(tmp_path, body, requests=1, state="released")
+
+
 def test_without_a_token_nothing_is_told(tmp_path: Path) -> None:
     async def body(fleet: FakeFleet) -> None:
         error = await failure(fleet.generation.Generate(request(), timeout=30))

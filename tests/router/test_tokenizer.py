@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from router.asking import ask
 from router.fake_model import ANSWER, EOS, MASK, PAD, PROMPT, byte_tokenizer, ids_of
+from router.fakes import FakeFleet, run, until
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from effuse.router.tokenizer import Tokenizer, TokenizerError
+from effuse.v1 import model_pb2
 
 
 def encode(text: str) -> list[int]:
@@ -129,3 +132,27 @@ def test_the_loop_turns_while_long_text_is_encoded() -> None:
 
     assert asyncio.run(main()) > 100
     tokenizer.close()
+
+
+def test_calls_to_tokenize_leave_a_thread_to_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effuse.router.tokenizer.INLINE_BYTES", 100)
+
+    async def body(fleet: FakeFleet) -> None:
+        tokenizer, may_end = fleet.router.tokenizer, threading.Event()
+        original = tokenizer._encode
+
+        def spy(text: str) -> list[int]:
+            if text.startswith("slow"):
+                may_end.wait(30)
+            return original(text)
+
+        tokenizer._encode = spy  # type: ignore[method-assign]
+        asked = model_pb2.TokenizeRequest(prompt="slow " * 200)
+        calls = [asyncio.ensure_future(fleet.models.Tokenize(asked, timeout=30)) for _ in range(4)]
+        await until(tokenizer.turns.locked)
+        assert (await ask(fleet, prompt="a long prompt " * 10)).text
+        assert not any(call.done() for call in calls)
+        may_end.set()
+        assert {len(found.token_ids) for found in await asyncio.gather(*calls)} == {1002}
+
+    run(body)
