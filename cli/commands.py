@@ -89,6 +89,13 @@ class FleetConfig(Members):
             raise ValueError(
                 f"{self.prefill_flags[0]}: expected a prefill worker, but the fleet has none"
             )
+        for flag in ("--tensor-parallel-size", "--pipeline-parallel-size") if self.workers else ():
+            own = (value_of(flags, flag) for flags in (self.prefill_flags, self.decode_flags))
+            if len(sizes := set(own) - {None}) > 1:
+                raise ValueError(
+                    f"{flag}: expected one size of both roles, because --workers have both, got "
+                    f"{' and '.join(sorted(map(str, sizes)))}"
+                )
         devices = [value_of(flags, "--device") for flags in _flags_of_workers(self)]
         if self.assignments() and "cpu" in devices:
             raise ValueError(

@@ -60,7 +60,6 @@ class UpView(argparse.Namespace):
     quiet: bool  # its logs stay in their files
     verbose: bool  # all of its logs are shown, and all that is known of it
     page_port: int | None  # where the page about it is; None serves none
-    decode_tensor_parallel_size: int | None  # None: that of all workers
 
 
 class FlagGroup(NamedTuple):

@@ -114,3 +114,17 @@ def test_a_mode_that_needs_a_pool_is_refused_without_one(
     assert parse(["--device", "cpu", "--kv-mode", "pool", *pool])[0].router_flags[:2] == (
         *("--kv-mode", "pool"),
     )
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_a_worker_of_both_roles_has_one_size(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    def flags(prefill: int, decode: int) -> list[str]:
+        sizes = (("prefill", prefill), ("decode", decode))
+        own = [f"--{role}-{kind}-parallel-size={size}" for role, size in sizes]
+        return ["--device", "cpu", "--workers", "1", *own]
+
+    with pytest.raises(SystemExit):
+        parse(flags(4, 1))
+    told = f"--{kind}-parallel-size: expected one size of both roles, because --workers have both"
+    assert f"{told}, got 1 and 4" in capsys.readouterr().err
+    assert parse(flags(2, 2))[0].workers == 1
