@@ -361,5 +361,6 @@ def test_an_address_of_ipv6_may_have_brackets_as_for_grpc(host: str) -> None:
 
     server = HttpServer(app)
     port = server.listen(host, 0, shares_port=False)
+    assert server.taken is not None
     with contextlib.closing(server.taken), socket.create_connection(("::1", port), timeout=20):
         pass
