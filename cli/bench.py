@@ -251,8 +251,9 @@ class Bench:
     def _print_figures(self) -> None:
         print(f"{figures.RULE}\n\n{figures.table(self.runs)}")
         print(f"{len(self._job.items)} prompts, {_how(self._job)}; {RULE}")
-        if self._job.sweep:
-            print(verdict([run for run in self.runs if not math.isnan(run.rate)]))
+        swept = [run for run in self.runs if not math.isnan(run.rate)]
+        if self._job.sweep and swept:
+            print(verdict(swept))
 
 
 def _graded(run: Run, job: BenchJob) -> Run:

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import NoReturn, Protocol, Self
 
 _TAIL_BYTES = 1 << 16
-_LINE_BYTES = 256
 _POLL_S = 0.1
 _LOOK_S = 0.02
 _FREE_LOCK = "release un"  # of both kinds of lock: "un-acquired lock", "unlocked lock"
@@ -103,8 +102,11 @@ def last_lines(log: Path, lines: int) -> list[str]:
     if not log.exists():
         return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - max(_TAIL_BYTES, lines * _LINE_BYTES)))
-        return file.read().decode(errors="replace").splitlines()[-lines:]
+        end, size, found = file.seek(0, os.SEEK_END), _TAIL_BYTES, b""
+        while len(found) < end and found.count(b"\n") <= lines:
+            file.seek(max(0, end - size))
+            found, size = file.read(min(end, size)), 2 * size
+    return found.decode(errors="replace").splitlines()[-lines:] if lines else []
 
 
 class Spawner:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from effuse.cli.addresses import secret_of
 from effuse.cli.arguments import (
+    CommandError,
     add_router,
     calling,
     client_of,
@@ -71,6 +72,10 @@ async def _change(
     access: FleetAccess, address: str, asked: argparse.Namespace
 ) -> worker_pb2.SetRoleResponse:
     request = worker_pb2.SetRoleRequest(role=asked.role, hand_over_s=asked.hand_over_s)
-    async with asyncio.timeout(2 * asked.timeout), access.connect(address) as channel:
-        await channel.prove()
-        return await worker_stub(channel).SetRole(request, timeout=asked.timeout)
+    limit_s = 2 * asked.timeout
+    try:
+        async with asyncio.timeout(limit_s), access.connect(address) as channel:
+            await channel.prove()
+            return await worker_stub(channel).SetRole(request, timeout=asked.timeout)
+    except TimeoutError as error:
+        raise CommandError(f"{address} did not answer within {limit_s:g} s") from error

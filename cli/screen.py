@@ -169,6 +169,7 @@ def columns() -> int:
 
 MOST_ROWS: Final = 8
 _LABEL: Final = 9  # columns
+_LEAST_WIDTH: Final = 40
 _CUT: Final = " .."
 _ASK_S: Final = 5.0  # the longest that the router may take to describe its models
 _LINKS_S: Final = 2.0  # the longest that a fleet waits until its links are measured
@@ -203,6 +204,7 @@ def laid_out(entries: Sequence[Entry], width: int | None) -> list[str]:
     that needs more is cut."""
     if width is None:
         return [f"{label:<{_LABEL}}{text}" for label, text in entries]
+    width = max(width, _LEAST_WIDTH)
     wrapped = {label: _wrapped(text, width - _LABEL) for label, text in entries}
     left = MOST_ROWS - len(entries)
     for label in sorted(wrapped, key=lambda one: len(wrapped[one])):

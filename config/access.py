@@ -71,7 +71,7 @@ class Access:
     def __post_init__(self) -> None:
         checks.whole("health_port", self.health_port, 0, 65535)
         checks.seconds("drain_s", self.drain_s)
-        checks.seconds("max_request_s", self.max_request_s)
+        checks.seconds("max_request_s", self.max_request_s, 1e9)  # gRPC counts in int64 ns
         checks.together(self, "fleet_cert", "fleet_key", "fleet_ca")
         for name in (
             *("fleet_cert", "fleet_key", "fleet_ca", "fleet_secret"),

@@ -89,7 +89,7 @@ def check_name(files: TlsFiles, name: str) -> None:
     client.check_hostname = True
     server.load_verify_locations(files.ca)
     server.verify_mode = ssl.CERT_REQUIRED
-    _be_lenient(server)
+    be_lenient(server)
     try:
         _shake_hands(server, client, name)
     except ssl.SSLCertVerificationError as error:
@@ -135,7 +135,7 @@ def _trusting(ca: Path) -> ssl.SSLContext:
     """Credentials of a client, which trusts each certificate in a file. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    _be_lenient(context)
+    be_lenient(context)
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
@@ -143,7 +143,7 @@ def _trusting(ca: Path) -> ssl.SSLContext:
     return context
 
 
-def _be_lenient(context: ssl.SSLContext) -> None:
+def be_lenient(context: ssl.SSLContext) -> None:
     """Checks certificates like gRPC, on every version of Python."""
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT

@@ -161,8 +161,8 @@ class RouterConfig(Connections):
             ("max_losses", 0, 1000),
         ):
             checks.whole(name, getattr(self, name), low, high)
-        for name in ("recovery_s", "connection_age_s"):
-            checks.seconds(name, getattr(self, name))
+        checks.seconds("recovery_s", self.recovery_s)
+        checks.seconds("connection_age_s", self.connection_age_s, 2e6)  # gRPC: int32 ms
         for name in ("first_block_objective_s", "gap_objective_s"):
             if (value := getattr(self, name)) is not None:
                 checks.seconds(name, value)

@@ -10,6 +10,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, cast
 
 import h11
@@ -18,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from effuse.protos.tls import Certificates, TlsFiles
+from effuse.protos.tls import Certificates, TlsFiles, be_lenient
 from effuse.router.openai_answers import error_object
 
 KEEP_ALIVE_S: Final = 75
@@ -29,6 +30,10 @@ LOOK_S: Final = 1.0
 """Between two looks at certificates and at idle connections."""
 BACKLOG: Final = 2048
 """Connections that the kernel holds until they are taken."""
+HANDSHAKE_S: Final = 5.0
+"""Longest that a TLS handshake may take; a connection counts only behind it."""
+PROBES: Final = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+"""So that a client whose host has vanished is noticed within 40 s."""
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 << 20
 """How long, and for how much of a request, a connection stays open behind an early response."""
@@ -119,7 +124,7 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         config.load()
-        config.ssl = None if self._tls is None else self._tls.context
+        config.ssl = None if self._tls is None else self._tls.first
         super().__init__(config)
         self.taken: socket.socket | None = None
         self.port = 0
@@ -133,17 +138,35 @@ class HttpServer(uvicorn.Server):
     def listen(self, host: str, port: int, *, shares_port: bool) -> int:
         """Takes the port, any free one for 0, and returns it. Raises OSError."""
         try:
-            bare = host.strip("[]")  # as gRPC takes them
-            family, *_, where = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
-            taken = socket.create_server(
-                where[:2], family=family, backlog=BACKLOG, reuse_port=shares_port
-            )
+            taken = _listening(host.strip("[]"), port, shares_port)  # brackets as for gRPC
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port} for HTTP: {error.strerror}") from error
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit it
+        for option, value in PROBES.items():
+            taken.setsockopt(socket.IPPROTO_TCP, option, value)
         taken.setblocking(False)
         self.taken = taken
         self.port = int(taken.getsockname()[1])
         return self.port
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's, which has no limit for handshakes."""
+        await self.lifespan.startup()
+        made = partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop, context = asyncio.get_running_loop(), self.config.ssl
+        limit_s = None if context is None else HANDSHAKE_S
+        self.servers = [
+            await loop.create_server(
+                made, sock=one, ssl=context, backlog=BACKLOG, ssl_handshake_timeout=limit_s
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
 
     async def run_until(self, stop: asyncio.Event, drain_s: float) -> None:
         """Serves until `stop` is set. Then it takes no more connections, and calls that run have
@@ -181,19 +204,44 @@ class HttpServer(uvicorn.Server):
                 waiting[key].abort()
 
 
-class _Loading(Certificates[None]):
-    """A TLS context that takes new files for the handshakes that follow."""
+def _listening(host: str, port: int, shares_port: bool) -> socket.socket:
+    """A socket for both families if the host is every one, as gRPC's. Raises OSError."""
+    if host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6():
+        every = ("::", port)
+        return socket.create_server(
+            every,
+            family=socket.AF_INET6,
+            backlog=BACKLOG,
+            reuse_port=shares_port,
+            dualstack_ipv6=True,
+        )
+    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=BACKLOG, reuse_port=shares_port)
+
+
+class _Loading(Certificates[ssl.SSLContext]):
+    """The TLS context of a server, which takes that of new files in the handshakes that follow."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises OSError if they cannot be used."""
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if files.ca is not None:
-            self.context.verify_mode = ssl.CERT_REQUIRED
-        super().__init__(files, self._load)
+        super().__init__(files, _context_of)
+        self.first = self.found
+        self.first.sni_callback = self._renew
 
-    def _load(self, files: TlsFiles) -> None:
-        assert files.cert is not None
-        self.context.load_cert_chain(files.cert, files.key)
-        if files.ca is not None:
-            self.context.load_verify_locations(files.ca)
+    def _renew(self, connection: ssl.SSLObject, _name: str, _first: ssl.SSLContext) -> None:
+        connection.context = self.found
+
+
+def _context_of(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    assert files.cert is not None
+    context.load_cert_chain(files.cert, files.key)
+    if files.ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(files.ca)
+        be_lenient(context)
+        # A session that goes on would not show its certificate to the new authority.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+    return context

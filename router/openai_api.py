@@ -46,6 +46,7 @@ BODY_S: Final = 60.0
 JSON_TYPE: Final = "application/json"
 HEALTH: Final = "/health"
 """Answers without a token."""
+_GONE: Final = 499  # nginx's status of a client that has left, which is only counted
 _RETRIED: Final = "x-stainless-retry-count"  # OpenAI's clients count what they send again
 
 
@@ -58,6 +59,7 @@ class HttpCall:
         self._send = send
         self.request_id = _new_id()
         self.has_begun = False  # whether the response's status was sent
+        self.status = _GONE  # of the response; a client that has left gets none
 
     def time_remaining(self) -> float | None:
         """HTTP has no deadlines: a client that waits no longer closes its connection."""
@@ -109,7 +111,7 @@ class HttpCall:
         try:
             async with asyncio.timeout(STALLED_S):
                 if not self.has_begun:
-                    self.has_begun = True
+                    self.has_begun, self.status = True, 200
                     headers = [
                         (b"content-type", b"text/event-stream; charset=utf-8"),
                         (b"cache-control", b"no-cache"),
@@ -124,7 +126,7 @@ class HttpCall:
             raise ClientGone("the client reads nothing") from error
 
     async def respond(self, response: Response) -> None:
-        self.has_begun = True
+        self.has_begun, self.status = True, response.status_code
         response.headers[REQUEST_ID_KEY] = self.request_id
         await response(self.request.scope, self._receive, self._send)
 
@@ -142,22 +144,20 @@ class _Border:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one call, in ASGI's form."""
-        call, status = HttpCall(scope, receive, send), 200
+        call = HttpCall(scope, receive, send)
         try:
             if self.path != HEALTH and self.router.keys is not None:
                 self.router.keys.admit(dict(call.request.headers))
             await self.behaviour(call)
         except HTTPException as error:
-            status = error.status_code
             await call.respond(_http_error(call.request, error))
         except Exception as error:
             if not isinstance(error, EffuseError) or isinstance(error, Bug):
                 correlation_id = secrets.token_hex(8)
                 LOG.error("%s failed, correlation id %s", self.path, correlation_id, exc_info=error)
                 error = Bug.logged(correlation_id)
-            status = int(status_of(error))
             await _send_error(call, error)
-        self.router.metrics.http.labels(self.path, str(status)).inc()
+        self.router.metrics.http.labels(self.path, str(call.status)).inc()
 
 
 class OpenAiApi:
@@ -294,8 +294,10 @@ async def _send_error(call: HttpCall, error: EffuseError) -> None:
     """Sends an error: as the response, or behind what was streamed. A client that has gone reads
     neither."""
     if isinstance(error, Cancelled):
+        call.status = _GONE
         return
     if call.has_begun:
+        call.status = int(status_of(error))
         try:
             await call.write(_event(error_body(error)), is_last=True)
         except ClientGone:

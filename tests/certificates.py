@@ -30,6 +30,17 @@ class Authority:
         _openssl("req", "-x509", *_EC, *usage, "-keyout", made._key, "-out", made.cert)
         return made
 
+    def below(self, home: Path) -> Authority:
+        """An authority that this one has signed."""
+        home.mkdir(parents=True)
+        made = Authority(home)
+        _openssl(
+            "req", "-x509", *_EC, "-subj", "/CN=below", "-addext", "keyUsage=critical,keyCertSign",
+            "-addext", "basicConstraints=critical,CA:TRUE", "-CA", self.cert, "-CAkey", self._key,
+            "-keyout", made._key, "-out", made.cert,
+        )  # fmt: skip
+        return made
+
     @property
     def _key(self) -> Path:
         return self.home / "ca.key"

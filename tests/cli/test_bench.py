@@ -240,6 +240,20 @@ def test_each_row_is_printed_once_it_is_measured_and_ctrl_c_keeps_what_there_is(
     assert [one["is_right"] for one in rows_of_file[0]["answers"]] == [True, False]
 
 
+def test_a_sweep_that_is_broken_off_in_its_baseline_has_no_verdict(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken_off(tally: Tally) -> None:
+        tally.add(Sample(4, 2, 0.1, 0.2, prompt=0, text="7"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "load_rivals", lambda _: Mock(described=lambda: "a rival"))
+    monkeypatch.setattr(bench, "ways", lambda *_: [("first", broken_off)])
+    flags = ["--baseline", "--sweep", "--rate", "1", "--total-within", "5"]
+    assert bench.main(["--dataset", str(dataset), *flags]) == 130
+    assert "stopped early" in capfd.readouterr().err
+
+
 def test_broken_off_before_anything_was_measured(
     dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

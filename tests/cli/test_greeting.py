@@ -65,6 +65,11 @@ def test_a_terminal_shows_at_most_eight_rows(prefill: int, decode: int, width: i
     assert all(url in shown for url in ("127.0.0.1:50051", "8000/v1", "33871/", "router 127.0.0.1"))
 
 
+@pytest.mark.parametrize("width", [0, 1, 12])
+def test_a_terminal_of_a_few_columns_shows_as_many_as_it_wraps(width: int) -> None:
+    assert laid_out(_entries(2, 2, 40), width) == laid_out(_entries(2, 2, 40), 40)
+
+
 def test_what_does_not_fit_is_cut() -> None:
     rows = laid_out([("model", "word " * 200), *_entries(2, 2, 60)[1:]], 60)
     assert len(rows) == 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from effuse.cli.process import LogFollower
+from effuse.cli.process import LogFollower, last_lines
 from effuse.cli.screen import Severe
 
 
@@ -122,3 +122,11 @@ def test_people_who_watch_see_warnings_and_what_is_worse(
     with LogFollower(tmp_path, out, shows=Severe().shows):
         (tmp_path / f"{process}.log").write_text(f"{line}\n")
     assert out.getvalue().count(" | ") == shown * (1 + line.count("\n"))
+
+
+@pytest.mark.parametrize("count", [0, 1, 250, 1000, 2000])
+def test_the_last_lines_are_whole_however_long_they_are(tmp_path: Path, count: int) -> None:
+    lines = [f"{number} " + "long " * 80 for number in range(1000)]
+    log = tmp_path / "router.log"
+    log.write_text("\n".join(lines) + "\n")
+    assert last_lines(log, count) == lines[len(lines) - min(count, 1000) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,3 +57,19 @@ def test_a_worker_that_refuses_the_caller_wants_the_fleets_credentials(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("effuse role: UNAUTHENTICATED: ")
     assert line.endswith("(--fleet-secret or --fleet-cert)")
+
+
+def test_a_worker_that_accepts_and_is_silent_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as silent, router() as target:
+        WORKER.address = f"127.0.0.1:{silent.getsockname()[1]}"
+        asked = ["role", "prefill-0", "both", "--target", target, "--timeout", "0.3"]
+        asked += ["--fleet-secret", str(secret)]
+        try:
+            assert main(asked) == 1
+        finally:
+            WORKER.ClearField("address")
+    assert "did not answer within 0.6 s" in capsys.readouterr().err

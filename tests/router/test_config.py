@@ -59,6 +59,8 @@ def test_every_field_is_a_flag(tmp_path: Path) -> None:
             "--host: expected a loopback address, because calls would travel in plain text",
         ),
         (["--host", "0.0.0.0", "--allow-plaintext", "pages"], "or --allow-plaintext all; got"),
+        (["--max-request-s", "1e10"], "--max-request-s: expected at most 1e+09 seconds"),
+        (["--connection-age-s", "1e7"], "--connection-age-s: expected at most 2e+06 seconds"),
         (["--metrics-host", "::", "--metrics-port", "1"], "--metrics-host: expected a loopback"),
         (["--fleet-secret", "/no/file"], "--fleet-secret: expected a file, got '/no/file'"),
         (["--tls-key", __file__], "--tls-key: expected --tls-cert with it"),

@@ -191,7 +191,7 @@ def test_a_client_that_leaves_within_its_body_is_no_failure() -> None:
         writer.write(head() + BODY[:-1])
         await writer.drain()
         writer.close()
-        route = {"route": "/v1/completions", "status": "410"}
+        route = {"route": "/v1/completions", "status": "499"}
         await until(lambda: fleet.metric("effuse_http_responses_total", **route) == 1)
 
     serve(body)
@@ -326,34 +326,6 @@ def test_connections_leave_descriptors_to_the_rest_of_the_process(
     alone(body)
 
 
-def test_a_client_without_a_certificate_gets_no_answer(tmp_path: Path) -> None:
-    authority = Authority.make(tmp_path / "ca")
-    files, mine = authority.sign("router", "localhost"), authority.sign("client", "localhost")
-    context = ssl.create_default_context(cafile=str(authority.cert))
-
-    async def answer(fleet: FakeFleet) -> bytes:
-        port = fleet.router.ports.http
-        reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
-        try:
-            writer.write(HEALTH)
-            return await reader.readline()
-        except (ssl.SSLError, ConnectionError):
-            return b""
-        finally:
-            writer.close()
-
-    async def body(fleet: FakeFleet) -> None:
-        assert await answer(fleet) == b""
-        assert mine.cert is not None
-        context.load_cert_chain(mine.cert, mine.key)
-        assert (await answer(fleet)).startswith(b"HTTP/1.1 200")
-
-    run(
-        body, http_port=0,
-        tls_cert=files.cert, tls_key=files.key, tls_client_ca=authority.cert,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_address_of_ipv6_may_have_brackets_as_for_grpc(host: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -364,3 +336,20 @@ def test_an_address_of_ipv6_may_have_brackets_as_for_grpc(host: str) -> None:
     assert server.taken is not None
     with contextlib.closing(server.taken), socket.create_connection(("::1", port), timeout=20):
         pass
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_every_address_is_of_both_families_as_for_grpc(host: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nobody asks")
+
+    server = HttpServer(app)
+    port = server.listen(host, 0, shares_port=False)
+    assert server.taken is not None
+    with server.taken:
+        for own in ("127.0.0.1", "::1"):
+            socket.create_connection((own, port), timeout=20).close()
+        taken, _ = server.taken.accept()
+        with taken:  # a client whose host vanishes is noticed
+            assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 20

@@ -214,6 +214,8 @@ def test_health_is_bad_without_workers() -> None:
     async def body(fleet: FakeFleet) -> None:
         status, _, told = await raw(fleet, "GET", "/health")
         assert status == 503 and b"no live worker" in told
+        route = {"route": "/health", "status": "503"}
+        assert fleet.metric("effuse_http_responses_total", **route) == 1
 
     run(body, num_decode=0)
 
