@@ -132,6 +132,8 @@ class DecodeEngine:
         match message:
             case StartDecode():
                 self._start(message)
+            case messages.StartRehearsal(attempt=attempt) if attempt.transfer_id in self._aborted:
+                self._outbox.failed(attempt, "ABORTED", "the rehearsal was aborted before it began")
             case messages.StartRehearsal():
                 is_busy = bool(self.roster.waiting)
                 self._rehearsal.reserve(message, is_busy=is_busy, now=self._now())

@@ -50,6 +50,7 @@ class _DecodeCall:
     connector: str = ""  # of a writer's pages
     is_verified: bool = False  # the writer has finished
     committed_at: float | None = None  # the last time
+    num_tokens: int = 0  # of this attempt
 
 
 class DecodeServicer(pb_grpc.DecodeServiceServicer):
@@ -152,11 +153,12 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
                 is_first = stream.committed_at is None
                 (metrics.first_block if is_first else metrics.inter_block).observe(now - since)
                 stream.committed_at = now
+                stream.num_tokens += len(event.token_ids)
             case Finished():
                 metrics.succeeded.labels("stop" if event.stopped else "length").inc()
                 metrics.latency.observe(now - stream.began_at)
                 if event.forward_passes:
-                    per_forward = event.num_tokens / event.forward_passes
+                    per_forward = stream.num_tokens / event.forward_passes
                     metrics.tokens_per_forward.observe(per_forward)
                 self._shell.attempts.close(stream.attempt)
             case Failed():

@@ -100,7 +100,7 @@ class Transport(Protocol):
 
     name: str
     is_two_sided: bool  # the receiver places the bytes, and never places refused ones
-    chunk_bytes: int  # largest delivery that is sent
+    chunk_bytes: int  # largest delivery that is sent, unless one page has more
     most_bytes: int = 1 << 40  # largest delivery that is accepted
     window_bytes: int  # most bytes of a push in transit
     copies_in_deliver: bool = False  # the connector's thread itself reads a delivery's bytes

@@ -108,9 +108,9 @@ class ZmqTransport(Transport):
         advertised_host: str | None = None,
         keys: CurveKeys | None = None,
     ) -> None:
-        self.most_bytes = self.chunk_bytes = max(CHUNK_BYTES, memory.page_bytes)
-        if memory.device.type == "cpu":
-            self.chunk_bytes = max(HOST_CHUNK_BYTES, memory.page_bytes)
+        self.most_bytes = max(CHUNK_BYTES, memory.page_bytes)
+        # Not a page, because a receiver's may be a part of it: then several would be too many.
+        self.chunk_bytes = HOST_CHUNK_BYTES if memory.device.type == "cpu" else CHUNK_BYTES
         self._memory = memory
         self._bind = f"tcp://{host_and_port(host, 0)}"
         self._advertised = advertised_host or host
@@ -142,7 +142,7 @@ class ZmqTransport(Transport):
         endpoint = f"tcp://{host_and_port(self._advertised, self._listener.port)}"
         self._address = ReceiverAddress(connector=self.name, endpoint=endpoint)
         if self._memory.device.type == "cuda":
-            self._staging = Staging(self._memory, self.chunk_bytes)
+            self._staging = Staging(self._memory, self.most_bytes)
 
     def close(self) -> None:
         """Closes every socket."""

@@ -246,6 +246,9 @@ class PrefillEngine:
         """
         attempt = reservation.attempt
         count = -(-reservation.num_source_pages // self._degree)
+        if attempt.transfer_id in self.table.over:
+            self._outbox.failed(attempt, "ABORTED", "the rehearsal has ended, or was aborted")
+            return
         if attempt.transfer_id in self.table.prompts:
             self._outbox.failed(attempt, "ALREADY_EXISTS", "the rehearsal is running")
             return

@@ -158,13 +158,15 @@ class Links:
             if one.fingerprint == own.fingerprint
             if one.state != "starting"  # its engine has ended
         ]
+        if len(fitting) > MOST_LINKS:  # each prefill worker follows others
+            fitting.sort(key=lambda one: zlib.crc32(f"{own.worker_id} {one.worker_id}".encode()))
         for peer in fitting[:MOST_LINKS]:
             state = before.get(peer.worker_id)
             if state is None or state.peer.incarnation != peer.incarnation:
                 state = LinkState(peer, now, self._least, self._jitter)
             state.peer = peer
             self._links[peer.worker_id] = state
-        lives = {state.peer.incarnation for state in self._links.values()}
+        lives = {one.incarnation for one in fitting}
         return [one.peer for one in before.values() if one.peer.incarnation not in lives]
 
     def next(

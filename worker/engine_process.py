@@ -8,12 +8,12 @@ front, however that ended.
 import contextlib
 import ctypes
 import gc
-import itertools
 import logging
 import os
 import signal
 import socket as network
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,7 @@ class EngineLoop:
         for source in (socket, *wakes):
             self._poller.register(source, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._left: Sequence[ToEngine] = ()  # messages that wait for the end of a step
+        self._left = deque[ToEngine]()  # messages that wait for the end of a step
         self._meanwhile = meanwhile
         pulse.meanwhile = self._receive
 
@@ -138,16 +138,18 @@ class EngineLoop:
         return _WAIT_BUSY_MS if load.running or load.waiting else self._idle_ms
 
     def _take(self) -> bool:
-        left, self._left = self._left, ()
-        for message in itertools.chain(left, self._messages()):
+        while (message := self._oldest()) is not None:
             if isinstance(message, Shutdown):
                 return False
-            self._core.handle(message)
+            self._core.handle(message)  # which may put off messages that come meanwhile
         return True
+
+    def _oldest(self) -> ToEngine | None:
+        return self._left.popleft() if self._left else next(self._messages(), None)
 
     def _receive(self) -> None:
         """From within a long step: lets the core take messages that must not wait for its end."""
-        self._left = self._meanwhile([*self._left, *self._messages()])
+        self._left = deque(self._meanwhile([*self._left, *self._messages()]))
 
     def _messages(self) -> Iterator[ToEngine]:
         while self._socket.poll(0, zmq.POLLIN):

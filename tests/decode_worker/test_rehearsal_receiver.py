@@ -19,7 +19,15 @@ from effuse.kvtransfer.connector import FinishPush, PushPages
 from effuse.kvtransfer.digest import prompt_digest
 from effuse.kvtransfer.messages import AttemptId, BoundaryState, Reservation
 from effuse.kvtransfer.pool import PageState
-from effuse.worker.messages import Abort, AbortDone, Reserved, StartRehearsal, Verified, WriterGone
+from effuse.worker.messages import (
+    Abort,
+    AbortDone,
+    Failed,
+    Reserved,
+    StartRehearsal,
+    Verified,
+    WriterGone,
+)
 
 ATTEMPT = AttemptId("rehearsal", 1, "transfer-a")
 REHEARSAL = StartRehearsal(attempt=ATTEMPT, writer=SOURCE, most_pages=1 << 20)
@@ -50,6 +58,12 @@ def reserve(pair: Pair, message: StartRehearsal = REHEARSAL) -> Reservation:
 def push(pair: Pair, reservation: Reservation) -> None:
     pair.source.connector.send(PushPages(reservation, tuple(range(len(reservation.pages))), 0))
     pair.source.connector.send(FinishPush(reservation, lambda: NOTHING))
+
+
+def test_a_rehearsal_that_was_aborted_before_it_came_gets_no_pages(pair: Pair) -> None:
+    pair.rig.start(Abort(attempt=ATTEMPT))
+    event = pair.rig.start(REHEARSAL).events[-1]
+    assert isinstance(event, Failed) and event.code == "ABORTED"
 
 
 def test_an_eighth_of_the_pool_is_lent_and_free_again_once_verified(pair: Pair) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import fake_engine
 import fronts
@@ -19,7 +20,7 @@ from fronts import (
     running,
 )
 
-from effuse.decode_worker.server import make_role
+from effuse.decode_worker.server import DecodeServicer, _DecodeCall, make_role
 from effuse.protos.errors import (
     AlreadyRunning,
     Bug,
@@ -30,6 +31,7 @@ from effuse.protos.errors import (
 )
 from effuse.v1 import worker_pb2 as pb
 from effuse.worker.config import WorkerConfig
+from effuse.worker.messages import Committed, Finished
 
 CONFIG = WorkerConfig(hang_timeout_s=20.0, log_level="error")
 NAN = float("nan")
@@ -255,3 +257,14 @@ def test_no_task_is_left_by_a_storm_of_cancels(tmp_path: Path) -> None:
             pass
 
     asyncio.run(go())
+
+
+def test_tokens_of_a_forward_are_those_of_its_attempt() -> None:
+    """An answer that goes on here has tokens of another worker."""
+    shell = Mock()
+    servicer, call = DecodeServicer(shell), _DecodeCall(Mock(), None, 0.0)
+    commit = Mock(spec=Committed, token_ids=(1, 2, 3, 4))
+    end = Mock(spec=Finished, stopped=False, num_tokens=64, forward_passes=2)
+    for event in (commit, end):
+        servicer._note(call, event)
+    shell.metrics.tokens_per_forward.observe.assert_called_once_with(2.0)

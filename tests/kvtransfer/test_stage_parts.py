@@ -34,6 +34,7 @@ from effuse.kvtransfer.messages import (
 )
 from effuse.kvtransfer.nixl_peers import cuts
 from effuse.kvtransfer.push import Batch, Push, check_push, parts_of, shard_of
+from effuse.kvtransfer.zmq_transport import CHUNK_BYTES
 
 LAYOUT = replace(SHARED, num_layers=6, most_groups=3)
 """Three groups of two layers: two stages have one and two of them."""
@@ -146,6 +147,19 @@ def test_pages_arrive_over_each_connector(
     (degree, stages), (others, after) = sending, receiving
     sender = Group(kind, "prefill-1", degree, has_pages=True, layout=LAYOUT, stages=stages)
     receiver = Group(kind, "decode-1", others, layout=LAYOUT, stages=after)
+    with contextlib.closing(sender), contextlib.closing(receiver):
+        hand_over(sender, receiver)
+
+
+@pytest.mark.parametrize(("degree", "stages"), [(1, 1), (2, 1), (2, 2)])
+def test_pages_above_a_chunk_arrive_over_zmq_where_a_rank_has_a_part_of_each(
+    degree: int, stages: int
+) -> None:
+    """Several parts would fit into the sender's page, and be more than a receiver takes."""
+    layout = KVLayout("unified", 36, 8, 128, 64, "bfloat16", most_groups=2)
+    assert layout.page_bytes > CHUNK_BYTES
+    sender = Group("zmq", "prefill-1", 1, has_pages=True, layout=layout)
+    receiver = Group("zmq", "decode-1", degree, layout=layout, stages=stages)
     with contextlib.closing(sender), contextlib.closing(receiver):
         hand_over(sender, receiver)
 

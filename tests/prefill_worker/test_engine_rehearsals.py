@@ -55,6 +55,16 @@ def test_free_pages_are_pushed_verified_and_given_back(rig: Rig) -> None:
     rig.check_idle()
 
 
+def test_a_rehearsal_that_was_aborted_before_it_came_never_begins(rig: Rig) -> None:
+    """Its receiver's pages may belong to others by then."""
+    rig.engine.handle(Abort(attempt=attempt_of("r")))
+    rehearse(rig, 4)
+    rig.settle()
+    (failed,) = rig.take(Failed)
+    assert failed.code == "ABORTED"
+    assert not rig.arrived() and rig.pool.num_free == 8
+
+
 def test_pages_are_pushed_by_groups_of_layers_as_those_of_prompts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -237,3 +238,26 @@ def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
         rig.close()
     for one, other in zip(*handed, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-4)
+
+
+def test_pages_of_a_failed_forward_are_free_once_its_queued_layers_have_ended(
+    tmp_path: Path,
+) -> None:
+    """They might write what another request stores there."""
+    found = [False, False, True]
+    polled = list[bool]()
+
+    def is_over() -> bool:
+        polled.append(found[len(polled)] if len(polled) < len(found) else True)
+        assert polled[-1] or rig.pool.num_free < rig.pool.num_pages
+        return polled[-1]
+
+    path = write_tiny_checkpoint(tmp_path / "sdar", "sdar", seed=3, block_size=BLOCK)
+    rig = Rig(path, mark=lambda: is_over)
+    with contextlib.closing(rig):
+        rig.forward.fails = 1
+        rig.start("a", PROMPT)
+        rig.settle()
+        assert polled == found
+        rig.take(Failed)
+        rig.check_idle()

@@ -257,6 +257,20 @@ def test_no_more_are_followed_than_a_record_holds() -> None:
     assert len(due(table, 0.0)) == MOST_LINKS
 
 
+def test_prefill_workers_of_a_large_fleet_follow_different_workers() -> None:
+    """And one that is followed no longer has not ended."""
+    peers = [decode(f"d{i:04}") for i in range(MOST_LINKS + 500)]
+    followed = set[str]()
+    for own in range(6):
+        table, worker = links(), redis_server.worker(worker_id=f"p{own}", role="prefill")
+        table.follow(worker, peers[1:], 0.0)
+        assert table.follow(worker, peers, 0.0) == []
+        chosen_now = due(table, 0.0)
+        assert len(chosen_now) == MOST_LINKS
+        followed |= chosen_now
+    assert len(followed) == len(peers)
+
+
 def test_a_life_that_is_over_is_named_once() -> None:
     """Its engine has ended: another life is there, none is, or the next one is not ready yet."""
     table = links()

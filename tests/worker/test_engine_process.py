@@ -204,6 +204,27 @@ def test_what_came_within_a_long_step_is_taken_at_the_next_turn_in_order_and_wit
     assert front.core.handled == [START, abort]
 
 
+def test_messages_that_come_while_one_is_handled_keep_their_order(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (Abort(attempt=AttemptId("r", 1, f"t{at}")) for at in range(3))
+    pulse, original = Pulse(now=lambda: front.now), front.core.handle
+    loop = EngineLoop(front.core, front.theirs, pulse, idle_ms=0)
+
+    def handle(message: ToEngine) -> None:
+        original(message)
+        if message == first:
+            front.say(second)
+            pulse.mark()  # as a long wait does
+            front.say(third)
+
+    monkeypatch.setattr(front.core, "handle", handle)
+    front.say(first)
+    for _ in range(2):
+        assert loop.turn()
+    assert front.core.handled == [first, second, third]
+
+
 def test_bytes_that_are_no_message_end_the_engine(front: Front) -> None:
     front.socket.send(b"\xc1 not a message")
     with pytest.raises(msgspec.DecodeError):
