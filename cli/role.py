@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from effuse.cli.addresses import secret_of
 from effuse.cli.arguments import (
-    CommandError,
     add_router,
     calling,
     client_of,
@@ -21,6 +20,7 @@ from effuse.cli.arguments import (
     number,
 )
 from effuse.config import checks
+from effuse.config.flags import CommandError
 from effuse.protos.channels import FleetAccess, worker_stub
 from effuse.protos.errors import NotFound
 from effuse.v1 import worker_pb2

@@ -153,7 +153,7 @@ class HttpServer(uvicorn.Server):
         """Replaces uvicorn's, which has no limit for handshakes."""
         await self.lifespan.startup()
         made = partial(
-            self.config.http_protocol_class,
+            _Connection,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

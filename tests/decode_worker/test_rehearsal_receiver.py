@@ -61,7 +61,7 @@ def push(pair: Pair, reservation: Reservation) -> None:
 
 
 def test_a_rehearsal_that_was_aborted_before_it_came_gets_no_pages(pair: Pair) -> None:
-    pair.rig.start(Abort(attempt=ATTEMPT))
+    pair.rig.engine.handle(Abort(attempt=ATTEMPT))
     event = pair.rig.start(REHEARSAL).events[-1]
     assert isinstance(event, Failed) and event.code == "ABORTED"
 

@@ -249,15 +249,15 @@ def test_pages_of_a_failed_forward_are_free_once_its_queued_layers_have_ended(
 
     def is_over() -> bool:
         polled.append(found[len(polled)] if len(polled) < len(found) else True)
-        assert polled[-1] or rig.pool.num_free < rig.pool.num_pages
+        assert polled[-1] or made.pool.num_free < made.pool.num_pages
         return polled[-1]
 
     path = write_tiny_checkpoint(tmp_path / "sdar", "sdar", seed=3, block_size=BLOCK)
-    rig = Rig(path, mark=lambda: is_over)
-    with contextlib.closing(rig):
-        rig.forward.fails = 1
-        rig.start("a", PROMPT)
-        rig.settle()
+    made = Rig(path, mark=lambda: is_over)
+    with contextlib.closing(made):
+        made.forward.fails = 1
+        made.start("a", PROMPT)
+        made.settle()
         assert polled == found
-        rig.take(Failed)
-        rig.check_idle()
+        made.take(Failed)
+        made.check_idle()
