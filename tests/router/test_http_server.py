@@ -329,7 +329,7 @@ def test_connections_leave_descriptors_to_the_rest_of_the_process(
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_address_of_ipv6_may_have_brackets_as_for_grpc(host: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("nobody asks")
+        raise AssertionError("no request was sent")
 
     server = HttpServer(app)
     port = server.listen(host, 0, shares_port=False)
@@ -341,7 +341,7 @@ def test_an_address_of_ipv6_may_have_brackets_as_for_grpc(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_every_address_is_of_both_families_as_for_grpc(host: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("nobody asks")
+        raise AssertionError("no request was sent")
 
     server = HttpServer(app)
     port = server.listen(host, 0, shares_port=False)
