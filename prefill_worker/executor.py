@@ -9,7 +9,6 @@ its call returns.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import AttemptId, BoundaryState
 from effuse.models.part import Part, PartResult, Pipeline, PromptForward
 from effuse.prefill_worker.prompts import Prompt, PromptChunk
-from effuse.worker.engine_process import ForwardFailed, ForwardGuard
+from effuse.worker.engine_process import ForwardGuard
 from effuse.worker.messages import Failed, FailureCode, PromptPushed
 
 LOG = logging.getLogger(__name__)
@@ -33,7 +32,6 @@ LOG = logging.getLogger(__name__)
 IsOver = Callable[[], bool]
 Mark = Callable[[], IsOver]  # marks all work queued so far; the result tests whether that has ended
 
-_POLL_S = 0.001
 _MOST_RUNNING = 2  # forwards that were launched and have not ended
 
 
@@ -115,11 +113,7 @@ class PromptExecutor:
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
         launched = LaunchedForward(chunks, progress)
         if self._pipeline is None:
-            try:
-                results = self._guard.run(lambda: self._forward.run(parts), len(parts))
-            except ForwardFailed:
-                self._await_layers()
-                raise
+            results = self._guard.run(lambda: self._forward.run(parts), len(parts))
             self._take(launched, results)
         else:
             launched.begun = self._pipeline.begin(parts)
@@ -129,13 +123,6 @@ class PromptExecutor:
             if not chunk.prompt.num_left:
                 boundary = partial(_boundary, chunk.prompt, launched, at)
                 self._sender.computed(chunk.prompt.attempt.transfer_id, boundary)
-
-    def _await_layers(self) -> None:
-        """Layers of a failed forward that were queued write pages that its prompts then give back.
-        Waits without a deadline, because a device that hangs ends this process by the watchdog."""
-        is_over = None if self._mark is None else self._mark()
-        while is_over is not None and not is_over():
-            time.sleep(_POLL_S)
 
     def _take(self, launched: LaunchedForward, results: Sequence[PartResult]) -> None:
         """Takes a forward's results, which may be on their way from a device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -238,26 +237,3 @@ def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
         rig.close()
     for one, other in zip(*handed, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-4)
-
-
-def test_pages_of_a_failed_forward_are_free_once_its_queued_layers_have_ended(
-    tmp_path: Path,
-) -> None:
-    """They might write what another request stores there."""
-    found = [False, False, True]
-    polled = list[bool]()
-
-    def is_over() -> bool:
-        polled.append(found[len(polled)] if len(polled) < len(found) else True)
-        assert polled[-1] or made.pool.num_free < made.pool.num_pages
-        return polled[-1]
-
-    path = write_tiny_checkpoint(tmp_path / "sdar", "sdar", seed=3, block_size=BLOCK)
-    made = Rig(path, mark=lambda: is_over)
-    with contextlib.closing(made):
-        made.forward.fails = 1
-        made.start("a", PROMPT)
-        made.settle()
-        assert polled == found
-        made.take(Failed)
-        made.check_idle()
