@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import socket
 import ssl
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_a_handshake_that_does_not_end_is_cut(
 
 
 def test_an_authority_that_was_replaced_is_trusted_no_longer(tmp_path: Path) -> None:
-    """By a client without a server's name, too, and whether or not it goes on with a session."""
+    """By a client without a server's name, too."""
     old = Authority.make(tmp_path / "old")
     new = Authority.make(tmp_path / "root").below(tmp_path / "new")  # whose root is not named
     files, trusted = old.sign("router", "localhost"), tmp_path / "trusted.pem"
@@ -95,3 +96,33 @@ def test_an_authority_that_was_replaced_is_trusted_no_longer(tmp_path: Path) -> 
                 pass
 
     run(body, http_port=0, tls_cert=files.cert, tls_key=files.key, tls_client_ca=trusted)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_s_certificate_is_asked_for_in_every_handshake(
+    version: ssl.TLSVersion, tmp_path: Path
+) -> None:
+    """A session that goes on would be that of an authority which may have been removed."""
+    authority = Authority.make(tmp_path / "ca")
+    files, mine = authority.sign("router", "localhost"), authority.sign("client", "localhost")
+    context = ssl.create_default_context(cafile=str(authority.cert))
+    context.maximum_version = version
+    assert mine.cert is not None
+    context.load_cert_chain(mine.cert, mine.key)
+
+    def met(port: int, session: ssl.SSLSession | None) -> tuple[bool | None, ssl.SSLSession | None]:
+        plain = socket.create_connection(("127.0.0.1", port), timeout=20)
+        with context.wrap_socket(plain, server_hostname="localhost", session=session) as link:
+            link.sendall(HEALTH)
+            assert link.recv(1 << 10).startswith(b"HTTP/1.1 200")
+            return link.session_reused, link.session
+
+    async def body(fleet: FakeFleet) -> None:
+        port = fleet.router.ports.http
+        _, session = await asyncio.to_thread(met, port, None)
+        assert (await asyncio.to_thread(met, port, session))[0] is False
+
+    run(
+        body, http_port=0,
+        tls_cert=files.cert, tls_key=files.key, tls_client_ca=authority.cert,
+    )  # fmt: skip
