@@ -351,14 +351,12 @@ class PrefillEngine:
         chunks = self.table.next_chunks(budget=budget, block_size=self._model.block_size)
         if not chunks:
             return False
-        began_s = self._now()
+        self._launched.append(self._now())
         try:
             self._executor.launch(chunks)
         except ForwardFailed as failure:
             for chunk in chunks:
                 self._fail(chunk.prompt, "INTERNAL", str(failure), retryable=True)
-        else:
-            self._launched.append(began_s)
         return True
 
     def _apply_ended(self, *, waits: bool = False) -> bool:
@@ -367,12 +365,13 @@ class PrefillEngine:
         has_applied = False
         while self._executor.has_ended(waits=waits and not has_applied):
             has_applied = True
-            chunks, now = self._executor.read(), self._now()
+            forward, now = self._executor.read(), self._now()
             began_s, self._ended_s = max(self._launched.popleft(), self._ended_s), now
-            num_tokens = sum(chunk.num_tokens for chunk in chunks)
-            self.table.computing_rate.note(num_tokens, now - began_s, now)
-            for chunk in chunks:
-                self.table.computed(chunk)
+            if not forward.has_failed:
+                num_tokens = sum(chunk.num_tokens for chunk in forward.chunks)
+                self.table.computing_rate.note(num_tokens, now - began_s, now)
+            for chunk in forward.chunks:
+                self.table.computed(chunk, is_stored=not forward.has_failed)
         return has_applied
 
     def _fail(

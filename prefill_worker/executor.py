@@ -24,7 +24,7 @@ from effuse.kvtransfer.layout import PageMemory
 from effuse.kvtransfer.messages import AttemptId, BoundaryState
 from effuse.models.part import Part, PartResult, Pipeline, PromptForward
 from effuse.prefill_worker.prompts import Prompt, PromptChunk
-from effuse.worker.engine_process import ForwardGuard
+from effuse.worker.engine_process import ForwardFailed, ForwardGuard
 from effuse.worker.messages import Failed, FailureCode, PromptPushed
 
 LOG = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class LaunchedForward:
     begun: object = None  # of a pipeline
     mark: IsOver | None = None  # once its results are known, which may be on their way
     rows: Sequence[Tensor | None] = ()  # then: each chunk's boundary row on the host
+    has_failed: bool = False  # part of it may still run
 
     def is_over(self) -> bool:
         return self.mark is not None and self.mark()
@@ -102,7 +103,8 @@ class PromptExecutor:
         """Queues a forward, and hands its pages to the sender before: their layers leave while it
         runs.
 
-        Raises ForwardFailed; the caller abandons the prompts in it.
+        Raises ForwardFailed; the caller abandons the prompts in it, and reads the forward's end
+        like any other's, because layers that were queued before the failure write their pages.
         """
         parts = [self._part(chunk) for chunk in chunks]
         progress = self._forward.progress()
@@ -112,14 +114,19 @@ class PromptExecutor:
         self.num_prompts += len(parts)
         self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
         launched = LaunchedForward(chunks, progress)
-        if self._pipeline is None:
-            results = self._guard.run(lambda: self._forward.run(parts), len(parts))
-            self._take(launched, results)
-        else:
-            launched.begun = self._pipeline.begin(parts)
-        self._running.append(launched)
-        for at, chunk in enumerate(chunks):
+        for chunk in chunks:
             chunk.prompt.num_launched = chunk.end
+        self._running.append(launched)
+        if self._pipeline is not None:
+            launched.begun = self._pipeline.begin(parts)
+        else:
+            try:
+                results = self._guard.run(lambda: self._forward.run(parts), len(parts))
+            except ForwardFailed:
+                launched.has_failed, launched.mark = True, self._marked()
+                raise
+            self._take(launched, results)
+        for at, chunk in enumerate(chunks):
             if not chunk.prompt.num_left:
                 boundary = partial(_boundary, chunk.prompt, launched, at)
                 self._sender.computed(chunk.prompt.attempt.transfer_id, boundary)
@@ -131,7 +138,10 @@ class PromptExecutor:
         for chunk, row in zip(launched.chunks, rows, strict=True):
             if chunk.prompt.to_pool and row is not None and not chunk.prompt.can_split:
                 chunk.prompt.row = row.to(self._memory.device, non_blocking=True)
-        launched.mark = (lambda: True) if self._mark is None else self._mark()
+        launched.mark = self._marked()
+
+    def _marked(self) -> IsOver:
+        return (lambda: True) if self._mark is None else self._mark()
 
     def has_ended(self, *, waits: bool = False) -> bool:
         """Whether the oldest running forward has ended. Its progress is a sign of life, because a
@@ -148,9 +158,9 @@ class PromptExecutor:
             self._on_progress()
         return oldest.is_over()
 
-    def read(self) -> Sequence[PromptChunk]:
-        """The results of the oldest forward, which has ended."""
-        return self._running.popleft().chunks
+    def read(self) -> LaunchedForward:
+        """The oldest forward, which has ended."""
+        return self._running.popleft()
 
     def _part(self, chunk: PromptChunk) -> Part:
         prompt = chunk.prompt

@@ -302,11 +302,12 @@ class PromptTable:
             if size
         ]
 
-    def computed(self, chunk: PromptChunk) -> None:
-        """A forward over this chunk has ended."""
+    def computed(self, chunk: PromptChunk, *, is_stored: bool = True) -> None:
+        """A forward over this chunk has ended; unless it failed, its KV is stored."""
         prompt = chunk.prompt
         prompt.num_computed = chunk.end
-        self._cache.add(prompt.units, prompt.pages, chunk.end)
+        if is_stored:
+            self._cache.add(prompt.units, prompt.pages, chunk.end)
         if prompt.is_unread and not prompt.is_being_written:
             self._release(prompt)
         if prompt not in self.computing:

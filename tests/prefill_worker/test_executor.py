@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -237,3 +238,24 @@ def test_a_device_ahead_of_its_host_hands_over_what_the_cpu_does(
         rig.close()
     for one, other in zip(*handed, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-4)
+
+
+def test_pages_of_a_failed_forward_are_free_once_its_queued_layers_have_ended(
+    tmp_path: Path, device: Device
+) -> None:
+    """Until then the layers might write what another request stores there; no request finds it."""
+    path = write_tiny_checkpoint(tmp_path / "sdar", "sdar", seed=3, block_size=BLOCK)
+    made = Rig(path, mark=device.mark)
+    with contextlib.closing(made):
+        made.forward.fails = 1
+        made.start("a", PROMPT)
+        made.settle()
+        assert [failed.attempt for failed in made.take(Failed)] == [attempt_of("a")]
+        assert made.pool.num_free == made.pool.num_pages - len(PROMPT) // BLOCK
+        device.end()
+        made.settle()
+        assert made.pool.num_free == made.pool.num_pages
+        made.start("b", PROMPT)
+        device.end()
+        made.settle()
+        assert [done.cached_tokens for done in made.take(PrefillDone)] == [0]

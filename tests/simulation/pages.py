@@ -182,7 +182,7 @@ class _Job:
 @dataclass(slots=True)
 class _Running:
     num_final: int = 0  # groups of layers that are stored
-    is_over: bool = False
+    num_launched: int = 0
 
 
 @dataclass(slots=True)
@@ -206,19 +206,21 @@ class PromptModel:
     def mark(self) -> Callable[[], bool]:
         """Whether the last launch has ended."""
         last = self._last
-        return lambda: last.is_over
+        return lambda: last.num_final == last.num_launched
 
     def run(self, parts: Sequence[Part]) -> list[PartResult]:
-        """Launches a forward."""
+        """Launches a forward. One that fails has launched some of its layers."""
         self._last, self._next = self._next, _Running()
-        if self.fails():
-            raise RuntimeError("planted")
         running, clock = self._last, self.clock
+        fails = self.fails()
+        running.num_launched = clock.draw.randrange(GROUPS) if fails else GROUPS
         at = max(clock.now, self._free_at)
-        for group in range(GROUPS):
+        for group in range(running.num_launched):
             at += clock.draw.uniform(0.001, 0.02)
             clock.after(at - clock.now, partial(self._store, running, parts, group))
         self._free_at = at
+        if fails:
+            raise RuntimeError("planted")
         return [PartResult([], [], [], None) for _ in parts]
 
     def _store(self, running: _Running, parts: Sequence[Part], group: int) -> None:
@@ -227,7 +229,6 @@ class PromptModel:
         for part in parts:
             self.memory.store(part.pages, part.start, part.token_ids, group)
         running.num_final = group + 1
-        running.is_over = running.num_final == GROUPS
         self.wake()
 
 
