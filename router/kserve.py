@@ -84,11 +84,12 @@ def answer_of(
 def pieces_of(asked: kserve.ModelInferRequest, request: Request) -> Translate:
     """Translates the events of an answer, or of several, to new text and ends."""
     num_left = request.asked.num_answers
+    sends_text = not asked.outputs or any(one.name == TEXT for one in asked.outputs)
 
     def translate(event: pb.GenerateStreamResponse) -> kserve.ModelStreamInferResponse | None:
         nonlocal num_left
         num_left -= event.HasField("finished")
-        if not (event.commit.text or event.HasField("finished")):
+        if not ((sends_text and event.commit.text) or event.HasField("finished")):
             return None
         return piece_of(asked, event, request.asked.model.name, is_last=not num_left)
 

@@ -74,6 +74,16 @@ def test_a_stream_answers_one_request_after_the_other() -> None:
     run(body)
 
 
+def test_a_stream_of_the_reason_only_has_no_pieces_without_tensors() -> None:
+    wanted = kserve.ModelInferRequest.InferRequestedOutputTensor(name="finish_reason")
+
+    async def body(fleet: FakeFleet) -> None:
+        (only,) = await stream(fleet, asked(outputs=[wanted]))
+        assert element(only.infer_response, "finish_reason") == "stop"
+
+    run(body)
+
+
 def test_several_answers_fill_one_tensor_or_one_stream() -> None:
     texts = [TEXT, "four", "none"]
 
