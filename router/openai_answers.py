@@ -3,9 +3,10 @@
 Not here: the calls (`openai_api.py`), the meaning of bodies (`openai_requests.py`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Final
 
 import grpc
@@ -13,6 +14,7 @@ import grpc
 from effuse.client.answer import FINISH_REASONS
 from effuse.protos.errors import CallerError, EffuseError, InvalidRequest
 from effuse.router.openai_requests import Json, Wanted
+from effuse.router.tokenizer import Detokenizer, Tokenizer
 from effuse.v1 import generation_pb2 as pb
 
 _STATUSES: Final[Mapping[grpc.StatusCode, tuple[HTTPStatus, str]]] = {
@@ -34,15 +36,15 @@ _INTERNAL: Final = (HTTPStatus.INTERNAL_SERVER_ERROR, "server_error")
 
 @dataclass(slots=True)
 class Rendering:
-    """Renders what comes of one call. `text_of` gives one token's text; `created` is a Unix time in
-    seconds."""
+    """Renders what comes of one call. `created` is a Unix time in seconds."""
 
     wanted: Wanted
     id: str
     created: int
-    text_of: Callable[[int], str]
+    tokenizer: Tokenizer
     _begun: set[int] = field(default_factory=set)  # choices whose first chunk was sent
     _offsets: dict[int, int] = field(default_factory=dict)  # characters up to here, by choice
+    _texts: dict[int, Detokenizer] = field(default_factory=dict)  # of choices with such offsets
     _prompts: dict[int, int] = field(default_factory=dict)  # tokens of each
     _answers: dict[int, int] = field(default_factory=dict)  # tokens up to here, by choice
     _cached: int = 0  # tokens of all prompts
@@ -95,12 +97,14 @@ class Rendering:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
     def _choice(self, prompt: int, index: int, one: pb.GenerateResponse, echo: str) -> Json:
-        choice: Json = {"index": prompt * self.wanted.num_answers + index}
+        at = prompt * self.wanted.num_answers + index
+        choice: Json = {"index": at}
         if self.wanted.endpoint == "chat":
             choice["message"] = {"role": "assistant", "content": one.text, "refusal": None}
         else:
             choice["text"] = echo + one.text
-        choice["logprobs"] = self._logprobs(one, len(echo))
+        self._offsets[at] = len(echo)
+        choice["logprobs"] = self._logprobs(at, one)
         choice["finish_reason"] = FINISH_REASONS[one.finish_reason]
         return choice
 
@@ -119,14 +123,11 @@ class Rendering:
             choice["delta"] = delta | ({"content": text} if text or delta else {})
         else:
             choice["text"] = text
-        offset = self._offsets.get(at, 0)
-        logprobs = choice["logprobs"] = None if commit is None else self._logprobs(commit, offset)
+        if commit is None:  # not tokens of an answer, which count with their log-probabilities
+            self._offsets[at] = self._offsets.get(at, 0) + len(text)
+        choice["logprobs"] = None if commit is None else self._logprobs(at, commit)
         choice["finish_reason"] = reason
         self._begun.add(at)
-        if logprobs is None:
-            self._offsets[at] = offset + len(text)
-        elif logprobs.get("tokens"):  # their text may follow, if it may begin a stop string
-            self._offsets[at] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
         chunk = {**self._head(".chunk"), "choices": [choice]}
         if self.wanted.adds_usage_always:
             chunk["usage"] = self._usage()
@@ -147,33 +148,43 @@ class Rendering:
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
-    def _logprobs(self, message: pb.BlockCommit | pb.GenerateResponse, offset: int) -> Json | None:
+    def _logprobs(self, at: int, message: pb.BlockCommit | pb.GenerateResponse) -> Json | None:
         if self.wanted.num_logprobs is None:
             return None
         pairs = list(zip(message.token_ids, message.logprobs, strict=False))
         if self.wanted.endpoint == "chat":
             return {"content": [self._token(*pair) for pair in pairs], "refusal": None}
-        tokens = [self.text_of(token) for token, _ in pairs]
-        offsets = [offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
         return {
-            "tokens": tokens,
+            "tokens": [self._text_of(token) for token, _ in pairs],
             "token_logprobs": [one.logprob for _, one in pairs],
             "top_logprobs": [self._by_text(one) for _, one in pairs],
-            "text_offset": offsets[:-1],
+            "text_offset": [self._offset(at, token) for token, _ in pairs],
         }
+
+    def _text_of(self, token: int) -> str:
+        return self.tokenizer.decode([token])
+
+    def _offset(self, at: int, token: int) -> int:
+        """The place in a choice's text at which the text of its next token begins. It counts text
+        that waits for a stop string."""
+        text = self._texts.setdefault(at, Detokenizer(self.tokenizer))
+        # Bytes only add to what is held back, and to decode a long run for each takes long.
+        held = "" if self.tokenizer.is_byte(token) else text.held_back()
+        piece, before = text.push([token]), self._offsets.get(at, 0)
+        self._offsets[at] = before + len(piece)
+        kept = takewhile(lambda two: two[0] == two[1], zip(held, piece, strict=False))
+        return before + len(list(kept))
 
     def _by_text(self, one: pb.TokenLogprobs) -> dict[str, float]:
         """Of several tokens with one text, such as parts of characters, the likeliest counts."""
         found: dict[str, float] = {}
         for token, value in _likeliest(one):
-            found.setdefault(self.text_of(token), value)
+            found.setdefault(self._text_of(token), value)
         return found
 
     def _token(self, token: int, one: pb.TokenLogprobs) -> Json:
-        top = [_logprob(self.text_of(token), value) for token, value in _likeliest(one)]
-        return {**_logprob(self.text_of(token), one.logprob), "top_logprobs": top}
+        top = [_logprob(self._text_of(token), value) for token, value in _likeliest(one)]
+        return {**_logprob(self._text_of(token), one.logprob), "top_logprobs": top}
 
 
 def _likeliest(one: pb.TokenLogprobs) -> Iterator[tuple[int, float]]:

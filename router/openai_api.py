@@ -203,8 +203,7 @@ class OpenAiApi:
             accepted.append(one)
         call.request_id = accepted[0].id  # which is also in the body
         rendering = Rendering(
-            wanted, accepted[0].id, int(time.time()),
-            lambda token: self._serving.router.tokenizer.decode([token]),
+            wanted, accepted[0].id, int(time.time()), self._serving.router.tokenizer,
             model=accepted[0].asked.model.name,
         )  # fmt: skip
 
