@@ -34,6 +34,8 @@ HANDSHAKE_S: Final = 5.0
 """Longest that a TLS handshake may take; a connection counts only behind it."""
 PROBES: Final = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 """So that a client whose host has vanished is noticed within 40 s."""
+GRACE_S: Final = 1.0
+"""How long a server that ends waits for requests on connections that clients have opened."""
 LINGER_S: Final = 5.0
 LINGER_BYTES: Final = 64 << 20
 """How long, and for how much of a request, a connection stays open behind an early response."""
@@ -168,11 +170,26 @@ class HttpServer(uvicorn.Server):
         ]
         self.started = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also answers requests that are on their way: uvicorn's would close their connections."""
+        for server in self.servers:
+            server.close()
+        headers = self.server_state.default_headers
+        headers.append((b"connection", b"close"))
+        for one in self.server_state.connections:
+            if isinstance(one, _Connection) and one.cycle is not None:
+                one.cycle.default_headers = headers
+        for _ in range(10):
+            await asyncio.sleep(GRACE_S / 10)
+            if self.config.ssl is None and not self.server_state.connections:
+                break  # with TLS a handshake may still bring one
+        await super().shutdown(sockets)
+
     async def run_until(self, stop: asyncio.Event, drain_s: float) -> None:
-        """Serves until `stop` is set. Then it takes no more connections, and calls that run have
-        `drain_s` seconds to end."""
+        """Serves until `stop` is set. Then it takes no more connections, and calls that run, or
+        that arrive within `GRACE_S`, have `drain_s` seconds to end."""
         assert self.taken is not None, "call listen first"
-        self.config.timeout_graceful_shutdown = max(1, round(drain_s))
+        self.config.timeout_graceful_shutdown = max(1, round(drain_s - GRACE_S))
         with self.taken:
             async with asyncio.TaskGroup() as beside:
                 looking = beside.create_task(self._look())

@@ -108,6 +108,8 @@ class Router:
         """Returns once no request runs. Requests that are not answered within `drain_s` end with an
         error that asks their clients to retry."""
         self.monitor.is_over.set()
+        # Once no request runs, connections over HTTP may still bring one.
+        asyncio.get_running_loop().call_later(self.config.drain_s, self.requests.cut_off)
         try:
             async with asyncio.timeout(self.config.drain_s):
                 await self.requests.idle.wait()

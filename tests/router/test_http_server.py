@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority
+from router.fake_workers import holds
 from router.fakes import FakeFleet, run, until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -304,6 +305,41 @@ def test_a_connection_whose_request_runs_stays() -> None:
         writer.close()
 
     alone(body)
+
+
+def test_a_server_that_ends_answers_requests_on_their_way() -> None:
+    async def body(server: HttpServer, may_answer: asyncio.Event) -> None:
+        runs, fresh, silent = (
+            await opened(server, HEALTH),
+            await opened(server),
+            await opened(server),
+        )
+        server.should_exit = True
+        await until(lambda: not server.servers[0].is_serving())
+        fresh[1].write(HEALTH)
+        may_answer.set()
+        for reader, _ in (runs, fresh):
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer
+        assert await is_ended(silent[0])
+        for _, writer in (runs, fresh, silent):
+            writer.close()
+
+    alone(body)
+
+
+def test_a_request_on_its_way_has_no_more_time_than_the_drain() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].at["commit 0"] = holds(asyncio.Event())
+        reader, writer = await connect(fleet)
+        fleet.stop.set()
+        await until(fleet.router.monitor.is_over.is_set)
+        writer.write(head() + BODY)
+        top = await reader.readuntil(b"\r\n\r\n")
+        assert top.startswith(b"HTTP/1.1 503") and b"connection: close" in top
+        writer.close()
+
+    run(body, http_port=0, drain_s=0.4)
 
 
 def test_connections_leave_descriptors_to_the_rest_of_the_process(
