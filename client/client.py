@@ -32,6 +32,7 @@ from effuse.client.retries import (
     Options,
     Retries,
     Waiter,
+    closed,
     is_number,
     raising,
     wait,
@@ -39,7 +40,7 @@ from effuse.client.retries import (
 from effuse.client.streams import AsyncMethod, AsyncStream, Stream, check_message
 from effuse.config.decoding import SettingError
 from effuse.protos.channels import generation_stub, model_stub
-from effuse.protos.errors import Cancelled, EffuseError
+from effuse.protos.errors import EffuseError
 from effuse.protos.tls import TlsFiles
 from effuse.v1 import (
     generation_pb2,
@@ -80,7 +81,7 @@ class Client:
         options = Options(timeout_s=timeout_s, max_attempts=max_attempts, shown=shown)
         self._target, self._options = target, options
         self._channel = credentials.channel(target, options.channel_arguments(target))
-        self._is_closed = threading.Event()
+        self._is_closed, self._changed = threading.Event(), threading.Condition()
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._monitor = monitor_pb2_grpc.MonitorServiceStub(self._channel)
@@ -116,10 +117,8 @@ class Client:
     ) -> Stream:
         """The same for a message, which may also ask for drafts and for the prompt's progress."""
         check_message(request)
-        self._check_open()
         retries = self._options.retries(timeout_s)
-        begin, waiter = self._generation.GenerateStream, Waiter(self._channel, self._is_closed)
-        return Stream(begin, request, retries, waiter, self._target)
+        return Stream(self._generation.GenerateStream, request, retries, self._waiter())
 
     def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
@@ -173,18 +172,19 @@ class Client:
         if not (is_number(interval_s) and 0.05 <= interval_s <= 60):
             raise SettingError("interval_s", "seconds from 0.05 to 60", repr(interval_s))
         request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
-        self._check_open()
         shown = self._options.shown
-        call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S, metadata=shown)
-        try:
-            with raising(self._target):
+        with raising(self._target):
+            call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S, metadata=shown)
+            try:
                 yield from call
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
 
     def close(self) -> None:
         """Closes the connection and ends the calls on it."""
         self._is_closed.set()
+        with self._changed:
+            self._changed.notify_all()
         self._channel.close()
 
     def _ask(
@@ -194,21 +194,18 @@ class Client:
         retries: Retries | None = None,
     ) -> Response:
         """The answer to one call, after as many attempts as needed. Raises EffuseError."""
-        self._check_open()
-        retries = retries or self._options.retries(None)
+        retries, waiter = retries or self._options.retries(None), self._waiter()
         while True:
             try:
                 with raising(self._target):
                     return method(request, timeout=retries.left_s, metadata=retries.metadata)
             except EffuseError as error:
-                pause_s = None if self._is_closed.is_set() else retries.pause_s(error)
-                waiter = Waiter(self._channel, self._is_closed)
-                if pause_s is None or not waiter.wait(pause_s):
+                if (pause_s := retries.pause_s(error)) is None:
                     raise
+            waiter.wait(pause_s)
 
-    def _check_open(self) -> None:
-        if self._is_closed.is_set():
-            raise _closed(self._target)
+    def _waiter(self) -> Waiter:
+        return Waiter(self._channel, self._target, self._is_closed, self._changed)
 
     def __enter__(self) -> Self:
         return self
@@ -217,16 +214,13 @@ class Client:
         self.close()
 
 
-def _closed(target: str) -> Cancelled:
-    return Cancelled(f"the client of {target} is closed")
-
-
 class _Opened:
     """A channel with its stubs."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.generation, self.models = generation_stub(channel), model_stub(channel)
+        self.pauses = set[asyncio.Task[None]]()
 
 
 class AsyncClient:
@@ -256,7 +250,7 @@ class AsyncClient:
         """The channel, which belongs to the first event loop that uses it. Raises RuntimeError in
         another one, and Cancelled once it is closed."""
         if self._is_closed:
-            raise _closed(self._target)
+            raise closed(self._target)
         loop = asyncio.get_running_loop()
         if self._opened is None:
             self._opened = loop, _Opened(self._open())
@@ -300,11 +294,10 @@ class AsyncClient:
         check_message(request)
         limit_s = self._options.deadline_s(timeout_s)
 
-        def begin() -> tuple[grpc.aio.Channel, AsyncMethod, Retries]:
-            router = self._router()
-            return router.channel, router.generation.GenerateStream, self._options.retries(limit_s)
+        def begin() -> tuple[AsyncMethod, Retries]:
+            return self._router().generation.GenerateStream, self._options.retries(limit_s)
 
-        return AsyncStream(begin, request, self._target)
+        return AsyncStream(begin, self._pause, request, self._target)
 
     async def cancel(self, request_id: str) -> bool:
         """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
@@ -350,6 +343,8 @@ class AsyncClient:
         opened = None if self._is_closed or self._opened is None else self._router()
         self._is_closed = True
         if opened is not None:
+            for pause in opened.pauses:
+                pause.cancel()
             await opened.channel.close()
 
     async def _ask(
@@ -367,7 +362,16 @@ class AsyncClient:
             except EffuseError as error:
                 if (pause_s := retries.pause_s(error)) is None:
                     raise
-            await wait(self._router().channel, pause_s)
+            with raising(self._target):
+                await self._pause(pause_s)
+
+    def _pause(self, pause_s: float) -> asyncio.Task[None]:
+        """Ends when the next attempt is due; closing the client cancels it. Raises Cancelled."""
+        opened = self._router()
+        pause = asyncio.create_task(wait(opened.channel, pause_s))
+        opened.pauses.add(pause)
+        pause.add_done_callback(opened.pauses.discard)
+        return pause
 
     async def __aenter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final, SupportsFloat, cast
 
@@ -189,24 +189,24 @@ def _may_be_repeated(error: EffuseError) -> bool:
 
 @dataclass
 class Waiter:
-    """Waits between the attempts of a blocking call; `cancel` ends the wait from another thread.
-    There is no other attempt once its client is closed."""
+    """Waits between the attempts of a blocking call; in another thread, `cancel` ends the wait, and
+    so does closing the client."""
 
     channel: grpc.Channel
-    is_closed: threading.Event = field(default_factory=threading.Event)  # of the client
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    target: str
+    _is_closed: threading.Event  # of the client
+    _changed: threading.Condition  # of the client
     _state: grpc.ChannelConnectivity | None = None
     _was_lost: bool = False
     _is_cancelled: bool = False
 
     @property
     def is_cancelled(self) -> bool:
-        return self._is_cancelled or self.is_closed.is_set()
+        return self._is_cancelled or self._is_closed.is_set()
 
-    def wait(self, pause_s: float) -> bool:
-        """Returns after `pause_s`, or once a lost connection is back; False if cancelled."""
-        if self.is_cancelled:  # a closed channel has no state to wait for
-            return False
+    def wait(self, pause_s: float) -> None:
+        """Returns after `pause_s`, or once a lost connection is back. Raises Cancelled."""
+        self._check()  # a closed channel has no state to wait for
         self._state, self._was_lost = None, False
         self.channel.subscribe(self._note, try_to_connect=True)
         try:
@@ -214,7 +214,14 @@ class Waiter:
                 self._changed.wait_for(self._is_over, pause_s)
         finally:
             self.channel.unsubscribe(self._note)
-        return not self.is_cancelled
+        self._check()
+
+    def _check(self) -> None:
+        """Raises Cancelled if there is no other attempt."""
+        if self._is_closed.is_set():
+            raise closed(self.target)
+        if self._is_cancelled:
+            raise Cancelled(f"the call to {self.target} was cancelled")
 
     def cancel(self) -> None:
         """Ends this wait and each later one."""
@@ -245,6 +252,10 @@ async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:
         return
 
 
+def closed(target: str) -> Cancelled:
+    return Cancelled(f"the client of {target} is closed")
+
+
 def _mapped(error: grpc.aio.AioRpcError, target: str) -> EffuseError:
     """An error of a call, with the library's own text if no router has answered."""
     found, details = from_rpc_error(error, target), error.details()
@@ -269,3 +280,7 @@ def raising(target: str) -> Iterator[None]:
         raise Cancelled(
             f"the call to {target} was cancelled, because its client was closed"
         ) from error
+    except (ValueError, grpc.aio.UsageError) as error:  # of a new call on a closed channel
+        if "closed" not in str(error):
+            raise
+        raise closed(target) from error

@@ -5,6 +5,7 @@ If a stream breaks off, another attempt goes on with it: `Resumption` knows what
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Self, TypeAlias
@@ -13,13 +14,14 @@ import grpc
 import grpc.aio
 
 from effuse.client.answer import Answer, Event, Gathering, text_of
-from effuse.client.retries import Retries, Waiter, raising, wait
+from effuse.client.retries import Retries, Waiter, raising
 from effuse.protos.errors import Cancelled, EffuseError, Unavailable
 from effuse.v1 import generation_pb2 as pb
 
 Method: TypeAlias = "grpc.UnaryStreamMultiCallable[pb.GenerateStreamRequest, Event]"
 AsyncMethod: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[pb.GenerateStreamRequest, Event]"
-Begin = Callable[[], tuple[grpc.aio.Channel, AsyncMethod, Retries]]
+Begin = Callable[[], tuple[AsyncMethod, Retries]]
+Pause = Callable[[float], asyncio.Task[None]]
 _CHANGED: Final = (
     "the stream broke off, and its retry returned another answer; part of the first was already "
     "delivered, so send the request again"
@@ -130,10 +132,9 @@ class Stream:
         request: pb.GenerateRequest,
         retries: Retries,
         waiter: Waiter,
-        target: str,
     ) -> None:
         self._method, self._request = method, request
-        self._retries, self._waiter, self._target = retries, waiter, target
+        self._retries, self._waiter = retries, waiter
         self._resumption, self._gathering = Resumption(), Gathering()
         self._answer: Answer | None = None
         self._call = self._begin()
@@ -141,7 +142,8 @@ class Stream:
     def _begin(self) -> grpc._CallIterator[Event]:
         asked = pb.GenerateStreamRequest(request=self._resumption.begin(self._request))
         retries = self._retries
-        return self._method(asked, timeout=retries.left_s, metadata=retries.metadata)
+        with raising(self._waiter.target):
+            return self._method(asked, timeout=retries.left_s, metadata=retries.metadata)
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text, none of them empty. Raises EffuseError and StreamBroken."""
@@ -152,18 +154,17 @@ class Stream:
         iterating."""
         while self._answer is None:
             try:
-                with raising(self._target):
+                with raising(self._waiter.target):
                     for event in filter(None, map(self._resumption.take, self._call)):
                         self._gathering.take(event)
                         yield event
                 self._answer = self._gathering.answer()
                 return
             except EffuseError as error:
-                is_over = self._waiter.is_cancelled
-                pause_s = None if is_over else self._retries.pause_s(error)
-                if pause_s is None or not self._waiter.wait(pause_s):
+                if (pause_s := self._retries.pause_s(error)) is None:
                     self._call.cancel()
                     raise
+            self._waiter.wait(pause_s)
             self._call = self._begin()
             if self._waiter.is_cancelled:
                 self._call.cancel()
@@ -186,11 +187,13 @@ class Stream:
 class AsyncStream:
     """The same for asyncio: `await stream.answer` at the end. Closing it ends the request."""
 
-    def __init__(self, begin: Begin, request: pb.GenerateRequest, target: str) -> None:
+    def __init__(
+        self, begin: Begin, pause: Pause, request: pb.GenerateRequest, target: str
+    ) -> None:
         """begin: called at the first awaited piece, in its event loop."""
         self._answers: list[Answer] = []
         # It has no reference to this object, so that it ends with it when a loop is left.
-        self._events = _events(begin, request, target, self._answers)
+        self._events = _events(begin, pause, request, target, self._answers)
 
     def __aiter__(self) -> Self:
         return self
@@ -220,14 +223,15 @@ class AsyncStream:
 
 
 async def _events(
-    begin: Begin, request: pb.GenerateRequest, target: str, answers: list[Answer]
+    begin: Begin, pause: Pause, request: pb.GenerateRequest, target: str, answers: list[Answer]
 ) -> AsyncGenerator[Event, None]:
     """The events of all attempts; appends the whole answer to `answers` at the end."""
     resumption, gathering = Resumption(), Gathering()
-    channel, method, retries = begin()
+    method, retries = begin()
     while True:
         asked = pb.GenerateStreamRequest(request=resumption.begin(request))
-        call = method(asked, timeout=retries.left_s, metadata=retries.metadata)
+        with raising(target):
+            call = method(asked, timeout=retries.left_s, metadata=retries.metadata)
         try:
             with raising(target):
                 async for event in call:
@@ -241,4 +245,5 @@ async def _events(
                 raise
         finally:
             call.cancel()
-        await wait(channel, pause_s)
+        with raising(target):
+            await pause(pause_s)

@@ -199,6 +199,45 @@ def test_a_wait_for_the_next_attempt_ends_where_the_stream_is_cancelled(port: in
     assert time.monotonic() - began < SPAN_S
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_call_that_waits_for_its_next_attempt_ends_when_its_client_is_closed(
+    port: int, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "SOON_S", 30.0)
+    began = time.monotonic()
+    client, other = effuse.Client(f"127.0.0.1:{port}"), effuse.AsyncClient(f"127.0.0.1:{port}")
+    threading.Timer(0.5, client.close).start()
+    with pytest.raises(Cancelled):
+        assert client.stream("a").answer if is_streamed else client.generate("a")
+
+    async def ask_too() -> None:
+        call = other.stream("a").answer if is_streamed else other.generate("a")
+        asking = asyncio.ensure_future(call)
+        await asyncio.sleep(0.5)
+        await other.close()
+        with pytest.raises(Cancelled):
+            await asking
+
+    asyncio.run(ask_too())
+    assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_call_is_cancelled_if_its_client_is_closed_just_before_an_attempt(
+    port: int, is_streamed: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_s(one: Retries) -> float:
+        if one.attempts == attempt:
+            client.close()
+        return one.deadline - one.now()
+
+    monkeypatch.setattr(Retries, "left_s", property(left_s))
+    client = effuse.Client(f"127.0.0.1:{port}")
+    with pytest.raises(Cancelled, match="is closed"):
+        assert client.stream("a").answer if is_streamed else client.generate("a")
+
+
 def test_what_the_router_asks_for_is_waited(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "SPAN_S", 0.1)
 
