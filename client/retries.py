@@ -278,7 +278,7 @@ def raising(target: str) -> Iterator[None]:
         if task is None or task.cancelling():
             raise
         raise Cancelled(
-            f"the call to {target} was cancelled, because its client was closed"
+            f"the call to {target} was cancelled, because its client or stream was closed"
         ) from error
     except (ValueError, grpc.aio.UsageError) as error:  # of a new call on a closed channel
         if "closed" not in str(error):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Self, TypeAlias
+from types import AsyncGeneratorType
+from typing import Final, Self, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -184,6 +185,25 @@ class Stream:
         self._call.cancel()
 
 
+class _Reading:
+    """What a stream's reader waits for, which is an attempt or a pause, and the whole answer."""
+
+    answer: Answer | None = None
+    _waited: grpc.aio.Call | asyncio.Task[None] | None = None
+    _is_over = False
+
+    def wait_for(self, waited: grpc.aio.Call | asyncio.Task[None]) -> None:
+        """Notes the next attempt or pause, and cancels it if the stream was closed."""
+        self._waited = waited
+        if self._is_over:
+            waited.cancel()
+
+    def end(self) -> None:
+        self._is_over = True
+        if self._waited is not None:
+            self._waited.cancel()
+
+
 class AsyncStream:
     """The same for asyncio: `await stream.answer` at the end. Closing it ends the request."""
 
@@ -191,9 +211,10 @@ class AsyncStream:
         self, begin: Begin, pause: Pause, request: pb.GenerateRequest, target: str
     ) -> None:
         """begin: called at the first awaited piece, in its event loop."""
-        self._answers: list[Answer] = []
+        self._reading = _Reading()
         # It has no reference to this object, so that it ends with it when a loop is left.
-        self._events = _events(begin, pause, request, target, self._answers)
+        events = _events(begin, pause, request, target, self._reading)
+        self._events = cast("AsyncGeneratorType[Event, None]", events)
 
     def __aiter__(self) -> Self:
         return self
@@ -213,32 +234,36 @@ class AsyncStream:
         """The whole answer; reads the rest of the stream first. Raises like iterating."""
         async for _ in self:
             pass
-        if not self._answers:
+        if self._reading.answer is None:
             raise Cancelled("the stream was closed before its answer was complete")
-        return self._answers[0]
+        return self._reading.answer
 
     async def aclose(self) -> None:
-        """Ends the request; the fleet immediately frees its resources."""
-        await self._events.aclose()
+        """Ends the request; the fleet immediately frees its resources. A task that reads the stream
+        gets Cancelled."""
+        self._reading.end()
+        if not self._events.ag_running:  # else its reader ends it
+            await self._events.aclose()
 
 
 async def _events(
-    begin: Begin, pause: Pause, request: pb.GenerateRequest, target: str, answers: list[Answer]
+    begin: Begin, pause: Pause, request: pb.GenerateRequest, target: str, reading: _Reading
 ) -> AsyncGenerator[Event, None]:
-    """The events of all attempts; appends the whole answer to `answers` at the end."""
+    """The events of all attempts; `reading` has the whole answer at the end."""
     resumption, gathering = Resumption(), Gathering()
     method, retries = begin()
     while True:
         asked = pb.GenerateStreamRequest(request=resumption.begin(request))
         with raising(target):
             call = method(asked, timeout=retries.left_s, metadata=retries.metadata)
+        reading.wait_for(call)
         try:
             with raising(target):
                 async for event in call:
                     if (rest := resumption.take(event)) is not None:
                         gathering.take(rest)
                         yield rest
-            answers.append(gathering.answer())
+            reading.answer = gathering.answer()
             return
         except EffuseError as error:
             if (pause_s := retries.pause_s(error)) is None:
@@ -246,4 +271,5 @@ async def _events(
         finally:
             call.cancel()
         with raising(target):
-            await pause(pause_s)
+            reading.wait_for(waited := pause(pause_s))
+            await waited

@@ -14,7 +14,14 @@ from client.fake_router import FakeRouter
 import effuse
 from effuse.client import retries
 from effuse.client.streams import Resumption
-from effuse.protos.errors import AlreadyRunning, Draining, EffuseError, Unavailable, to_status
+from effuse.protos.errors import (
+    AlreadyRunning,
+    Cancelled,
+    Draining,
+    EffuseError,
+    Unavailable,
+    to_status,
+)
 from effuse.v1 import generation_pb2 as pb
 from effuse.v1 import generation_pb2_grpc
 
@@ -188,6 +195,9 @@ class Script(FakeRouter):
                 context.set_trailing_metadata((told,))
                 context.abort(event.code, str(event))
             yield event
+        if self.hangs:
+            context.add_callback(self.cancelled.set)
+            self.cancelled.wait(20)
 
 
 @contextmanager
@@ -268,3 +278,27 @@ def test_one_attempt_is_all_that_a_client_of_one_attempt_makes(client: Ask) -> N
     with serving(script) as target, pytest.raises(Draining):
         client(target, None, 1)
     assert len(script.asked) == 1
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_closing_a_stream_that_another_task_reads_ends_its_request(
+    breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "SOON_S", 30.0)
+    script = Script(BROKEN if breaks else BROKEN[:1])
+    script.hangs = not breaks
+
+    async def close(target: str) -> None:
+        async with effuse.AsyncClient(target) as client:
+            stream = client.stream("p")
+            assert await anext(stream) == "ab"
+            reading = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.3)
+            await stream.aclose()
+            with pytest.raises(Cancelled, match="stream was closed"):
+                await reading
+            assert [piece async for piece in stream] == []
+            assert breaks or await asyncio.to_thread(script.cancelled.wait, 10)
+
+    with serving(script) as target:
+        asyncio.run(close(target))
