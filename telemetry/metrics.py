@@ -7,7 +7,7 @@ scrape. The metrics themselves are in `router/metrics.py` and `worker/shell.py`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from socket import SHUT_RDWR
+from socket import AF_INET6, IPPROTO_IPV6, IPV6_V6ONLY, SHUT_RDWR, socket
 from typing import Final
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -52,6 +52,14 @@ class ScrapeHandler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing, because scrapes are frequent."""
+
+
+def _address(host: str) -> str:
+    """The host, or `::` if that includes 0.0.0.0 here, because gRPC reads 0.0.0.0 so."""
+    if host == "0.0.0.0":
+        with suppress(OSError), socket(AF_INET6) as one:
+            host = host if one.getsockopt(IPPROTO_IPV6, IPV6_V6ONLY) else "::"
+    return host.strip("[]")
 
 
 def gauges(
@@ -130,7 +138,7 @@ class ProcessMetrics(Collector):
         everything = CollectorRegistry()
         everything.register(self)
         try:
-            server, thread = start_http_server(port, host.strip("[]"), everything)
+            server, thread = start_http_server(port, _address(host), everything)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         server.RequestHandlerClass = ScrapeHandler

@@ -51,6 +51,13 @@ def test_a_taken_port_is_an_error_and_a_left_one_is_free() -> None:
         pass
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_every_address_is_one_of_either_family(host: str) -> None:
+    with ProcessMetrics(dict).served(host, 0) as port:
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, port), timeout=20).close()
+
+
 def test_who_connects_and_says_nothing_is_left_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
