@@ -253,12 +253,14 @@ def answer_names(prompts: int, answers: int, at: int) -> list[str]:
 
 
 def json_lines(answer: Answer, at: int) -> list[str]:
-    """A JSON object for each answer to prompt `at`, with the field names of `Answer`."""
+    """A JSON object for each answer to prompt `at`, with the field names of `Answer`; `prompt` is
+    its index, and `echo` its text."""
     lines = []
     for index, one in enumerate(answer.answers):
         values = {name: getattr(one, name) for name in _FIELDS}
         values |= {"usage": fields_of(one.usage), "stats": asdict(one.stats)}
         values |= {"logprobs": [asdict(each) for each in one.logprobs]} if one.logprobs else {}
+        values |= {} if answer.prompt is None else {"echo": answer.prompt}
         lines.append(json.dumps({"prompt": at, "answer": index, **values}))
     return lines
 

@@ -261,7 +261,7 @@ def test_several_prompts_have_headings_too(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_programs_get_a_json_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    _generate("how many?", "and?", "--n", "2", "--json", "--logprobs", "0")
+    _generate("how many?", "and?", "--n", "2", "--json", "--logprobs", "0", "--echo")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["prompt"], one["answer"], one["text"]) for one in told] == [
         (0, 0, "the answer is three"),
@@ -269,6 +269,7 @@ def test_programs_get_a_json_object_a_line(capsys: pytest.CaptureFixture[str]) -
         (1, 0, "the answer is three"),
         (1, 1, "four"),
     ]
+    assert [one["echo"] for one in told] == ["how many?", "how many?", "and?", "and?"]
     assert told[0]["usage"]["prompt_tokens"] == 11
     assert told[1]["token_ids"] == ids_of("four")
     assert told[1]["stats"]["decode_worker"]
