@@ -171,9 +171,8 @@ def _own_parser() -> argparse.ArgumentParser:
     add("--workers", type=whole(0, 64), metavar="N",
         help="workers that prefill and decode, and may change their role (default: one for each "
         "of --gpus if no role is named, else 0)")  # fmt: skip
-    add(
-        "--routers", type=whole(1, 16), default=1, metavar="Z", help="routers, which share the port"
-    )
+    add("--routers", type=whole(1, 16), default=1, metavar="Z",
+        help="routers, which share the port")  # fmt: skip
     add("--connector", choices=("auto", "nixl", "zmq"), default="auto",
         help="how KV pages move; auto is nixl if it works, else zmq")  # fmt: skip
     add("--model", type=directory, metavar="DIR", help="checkpoint (default: the bundled model)")
@@ -222,10 +221,12 @@ def _own_parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
     """The fleet, and its visible parts; exits with status 2 on bad flags."""
     parser, groups = make_parser(), _groups()
-    argv = with_file(parser, argv)
-    words = [word for word in argv if word not in ("-h", "--help")]
-    _, rest = _own_parser().parse_known_args(words)
-    found = _check_flags(parser, argv, rest, groups)
+    words = with_file(parser, argv)
+    _, rest = _own_parser().parse_known_args([one for one in words if one not in ("-h", "--help")])
+    found = _check_flags(parser, words, rest, groups)
+    for name in ("http", "page"):  # a typed flag may turn off what a file sets up
+        if value_of(argv, f"--{name}-port") and not getattr(found, name):
+            parser.error(f"--{name}-port: expected only with --{name}")
     found.page_port = found.page_port if found.page else None
     try:
         return _config(found, rest, groups), found

@@ -160,6 +160,7 @@ def _help() -> str:
         ),
         (["--fleet", "a b"], "--fleet: fleet 'a b' is not a valid name: expected 1 to 128 letters"),
         (["--routers", "0"], "expected 1 to 16, got 0"),
+        (["--no-http", "--http-port", "0"], "--http-port: expected only with --http"),
         (["--routers", "2", "--metrics-port", "9"], "expected 0 with several routers"),
         (["--max-queue", "-1"], "--max-queue: expected 0 to 1048576, got -1"),
         (["--max-losses", "many"], "argument --max-losses: expected a whole number, got 'many'"),

@@ -113,6 +113,11 @@ def test_processes_and_fleets_take_one(tmp_path: Path, capsys: pytest.CaptureFix
     assert (up.prefill, view.quiet, up.router_flags) == (0, True, ("--max-queue=5", *http))
     assert up.worker_flags == ("--max-num-seqs=4", "--device=cpu", "--max-num-seqs", "8")
     assert up.decode_flags == ("--default-algorithm=llada",)
+    fleet.write_text("http-port = 9\npage = false")
+    assert parse_up(["--config", str(fleet), "--no-http"])[0].router_flags == ()
+    with pytest.raises(SystemExit):
+        parse_up(["--config", str(fleet), "--page-port=9"])
+    assert "--page-port: expected only with --page" in capsys.readouterr().err
     fleet.write_text("worker-id = 'mine'")
     with pytest.raises(SystemExit):
         parse_up(["--config", str(fleet)])
