@@ -70,7 +70,8 @@ def add_config_flag(parser: "argparse._ActionsContainer") -> None:
 
 
 def with_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Returns the words of the file that `argv` names, if any, followed by `argv`.
+    """Returns the words of the file that `argv` names, if any, followed by `argv`. Typed values of
+    a flag that may be repeated replace those of the file.
 
     A bad file ends the process with status 2, like a bad flag.
     """
@@ -79,8 +80,11 @@ def with_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]
     path: Path | None = finder.parse_known_args(argv)[0].config
     if path is None:
         return list(argv)
+    flags, typed = flags_of(parser), {word.partition("=")[0] for word in argv}
+    lists = {f"--{name}" for name, one in flags.items() if isinstance(one, argparse._AppendAction)}
     try:
-        return [*read_words(path, flags_of(parser)), *argv]
+        words = read_words(path, flags)
+        return [*(one for one in words if one.partition("=")[0] not in lists & typed), *argv]
     except ConfigFileError as error:
         parser.error(f"{FLAG}: {error}")
 

@@ -40,7 +40,8 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     found = Kinds(max_count=-7, share=0.25, is_loud=True, mode="fast", where=Path("/x y"),
                   also=("a:b=1,c=2", "d"))  # fmt: skip
     assert _parse(tmp_path, text) == found and _parse(tmp_path, "").also == ()
-    assert _parse(tmp_path, "also = ['a']", "--also", "b").also == ("a", "b")
+    assert _parse(tmp_path, "also = ['a']", "--also", "b").also == ("b",)
+    assert _parse(tmp_path, "also = ['a']", "--also=b", "--also=c").also == ("b", "c")
 
 
 def test_a_mark_at_the_beginning_is_no_part_of_the_file(tmp_path: Path) -> None:
