@@ -327,7 +327,8 @@ class UnitCache:
         unit.num_users = 1
 
     def _use(self, one: HeldUnits, key: Key, unit: Unit) -> None:
-        if self._idle.pop(key, None) is not None:
+        if self._idle.get(key) is unit:  # not one that was stored after this one was dropped
+            del self._idle[key]
             self.num_pages -= len(unit.pages)
         unit.num_users += 1
         one.held[key] = unit

@@ -182,3 +182,31 @@ def test_a_dropped_unit_takes_those_after_it_along() -> None:
     assert cache.num_cached == cache.num_pages == 4
     assert len(cache.take(other, 16)) == 4
     assert not cache.take(cache.begin("", range(16), 16), 16)
+
+
+def test_a_reader_of_a_dropped_unit_leaves_the_one_that_was_stored_after_it() -> None:
+    """Else nothing would ever free the later unit's pages."""
+    pool = PagePool(8)
+    cache = UnitCache(pool, page_size=4, block_size=4)
+
+    def begin() -> tuple[HeldUnits, list[PageRef]]:
+        units = cache.begin("", range(4), 4)
+        pages = cache.take(units, 4) or pool.allocate_committed(1)
+        assert pages is not None
+        cache.add(units, pages, 4)
+        return units, list(pages)
+
+    (reader, first), (wrong, same) = begin(), begin()
+    cache.drop(wrong)
+    later, second = begin()
+    cache.end(later)
+    second_reader = cache.begin("", range(4), 4)
+    cache.join(second_reader, reader, 4)
+    pool.share(first)
+    assert cache.num_pages == 1
+    for one in (reader, second_reader):
+        cache.end(one)
+    for pages in (first, same, first, second):
+        pool.release(pages)
+    audit_cache(cache)
+    assert pool.num_free == pool.num_pages
