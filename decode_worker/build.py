@@ -4,6 +4,7 @@ process.
 Only connects parts to each other.
 """
 
+import contextlib
 import time
 from functools import partial
 
@@ -36,11 +37,22 @@ def build(
     config: DecodeConfig, incarnation: str, pulse: Pulse | None = None, *, connects: bool = True
 ) -> Engine:
     """An engine that is ready to serve. Without a connector it prefills every prompt itself and
-    does not listen. Raises ValueError if the config is wrong."""
+    does not listen. Raises ValueError if the config is wrong. Ranks end if the start fails."""
     pulse = pulse or Pulse()
     parts = assemble(
         config, incarnation, "decode", config.default_algorithm, pulse, connects=connects
     )
+    with contextlib.ExitStack() as on_failure:
+        if parts.ranks is not None:
+            on_failure.callback(parts.ranks.close)
+        engine = _engine(config, incarnation, parts, pulse, connects=connects)
+        on_failure.pop_all()
+    return engine
+
+
+def _engine(
+    config: DecodeConfig, incarnation: str, parts: Assembly, pulse: Pulse, *, connects: bool
+) -> Engine:
     limits = limits_of(config, parts)
     connector = parts.connect() if connects else None
     wakes = () if connector is None else (connector.fileno(),)

@@ -129,27 +129,35 @@ def assemble(
         if ranks is not None and connects:
             ranks.send(Open(agreed))
             ranks.wait_for("open", config.startup_timeout_s)
+        parts = Assembly(
+            model=model,
+            memory=part.memory,
+            runner=part.runner if ranks is None else GroupRunner(part.runner, ranks, pulse.mark),
+            queued=part.queued,
+            fingerprint=agreed,
+            connect=partial(_connect_all, config, part, incarnation, agreed, role, ranks),
+            max_model_len=part.max_model_len,
+            ready=_ready(config, part, agreed, default_algorithm),
+            ranks=ranks,
+            caches=config.enable_prefix_caching,
+            tiers=_tiers(config, part, agreed, ranks),
+            unit_tokens=_unit_tokens(config, layout.span, model),
+        )
         on_failure.pop_all()
-    return Assembly(
-        model=model,
-        memory=part.memory,
-        runner=part.runner if ranks is None else GroupRunner(part.runner, ranks, pulse.mark),
-        queued=part.queued,
-        fingerprint=agreed,
-        connect=partial(_connect_all, config, part, incarnation, agreed, role, ranks),
-        max_model_len=part.max_model_len,
-        ready=Ready(
-            model=_model_info(config, directory, model, part.max_model_len, default_algorithm),
-            fingerprint=tuple((field.name, field.value) for field in agreed),
-            page_size=layout.span,
-            page_bytes=layout.span_bytes,
-            total_pages=part.memory.num_pages * config.num_replicas,
-            connector=config.connector,
-        ),
-        ranks=ranks,
-        caches=config.enable_prefix_caching,
-        tiers=_tiers(config, part, agreed, ranks),
-        unit_tokens=_unit_tokens(config, layout.span, model),
+    return parts
+
+
+def _ready(
+    config: WorkerConfig, part: RankPart, agreed: Fingerprint, algorithm: Algorithm | None
+) -> Ready:
+    layout = part.memory.layout
+    return Ready(
+        model=_model_info(config, config.directory, part.model, part.max_model_len, algorithm),
+        fingerprint=tuple((field.name, field.value) for field in agreed),
+        page_size=layout.span,
+        page_bytes=layout.span_bytes,
+        total_pages=part.memory.num_pages * config.num_replicas,
+        connector=config.connector,
     )
 
 

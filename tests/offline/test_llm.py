@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from checkpoints import Architecture
@@ -80,6 +82,14 @@ def test_an_empty_path_is_not_the_working_directory(name: str) -> None:
     option: dict[str, Any] = {name: ""}
     with pytest.raises(ValueError, match=f"^{name}: expected a path, got ''$"):
         effuse.LLM(**option)
+
+
+def test_ranks_end_if_a_start_fails_late(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--kv-offloading-dir"):
+        effuse.LLM(tensor_parallel_size=2, kv_offloading_size=0.1, kv_offloading_dir=file)
+    left = [one.cmdline() for one in psutil.Process().children()]
+    assert not [words for words in left if "effuse.decode_worker.rank" in words]
 
 
 @pytest.mark.parametrize("name", ["attention", "kv_layout", "default_algorithm"])
