@@ -128,6 +128,11 @@ class DeviceStepper:
         """Steps that were launched but not read."""
         return len(self._launched)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a step must be read before the next launch."""
+        return self.num_ahead > 1
+
     @torch.inference_mode()
     def join(self, slot: int, row: Integers, boundary: Tensor | None = None) -> None:
         """Puts a request into a free slot; `row` is made by `slot_row`."""

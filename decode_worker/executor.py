@@ -128,7 +128,7 @@ class Executor:
         """Whether results must be read before the next launch."""
         if self._pipeline is not None:
             return len(self._begun) >= self._pipeline.most_begun
-        return self._slots is not None and self._slots.stepper.num_ahead > 1
+        return self._slots is not None and self._slots.stepper.is_full
 
     @property
     def is_running(self) -> bool:
@@ -237,6 +237,7 @@ class Executor:
             self._slots_guard.run(slots.stepper.launch, len(slots.residents))
             self.counters.steps_sharing = slots.stepper.num_sharing
         except ForwardFailed as failure:
+            self.num_ended += 1
             for resident in list(slots.residents.values()):
                 slots.remove(resident.request)
                 self._results.append(Broken(resident.request, str(failure), is_retryable=True))

@@ -33,6 +33,11 @@ class ReplicaStepper:
         return len(self._unread)
 
     @property
+    def is_full(self) -> bool:
+        """Whether a step must be launched that was asked for, or read, before the next one."""
+        return self.asks or self.num_ahead > 1
+
+    @property
     def is_empty(self) -> bool:
         return not self._taken
 

@@ -172,6 +172,7 @@ def test_a_failing_step_fails_its_requests_and_the_engine_lives_on(model: Transf
     rig.step()
     assert (first.failed.code, first.failed.retryable) == ("INTERNAL", True)
     assert "secret" not in first.failed.message
+    assert not rig.engine.room._launched
     broken[0] = False
     again = rig.start(make_request("b", PROMPT, stop_token_ids=()))
     rig.run()

@@ -10,11 +10,13 @@ import pytest
 import torch
 from decode_worker.test_group_steps import Followers, tokens_of
 from decoding.device_rig import DeviceRig
-from decoding.engines import Rig, load_tiny, of_length, random_requests
+from decoding.engines import Rig, load_tiny, make_request, of_length, random_requests
 from expert_checkpoints import write_expert_checkpoint
 from thread_group import run_ranks
 
 from effuse.decode_worker.build import replicated
+from effuse.decode_worker.device_stepper import Launched
+from effuse.decode_worker.replica_steps import ReplicaStepper
 from effuse.decode_worker.replicas import ReplicatedEngine
 from effuse.models.group import RankPlace
 from effuse.models.part import PartResult
@@ -129,3 +131,36 @@ def test_replicas_step_together(tmp_path: Path, algorithm: str, size: int) -> No
         if isinstance(one, ForReplica) and type(one.command).__name__ == "JoinSlot"
     ]
     assert set(joined) == set(range(1, size))
+
+
+def test_a_step_that_waits_for_another_replica_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_expert_checkpoint(tmp_path, "llada2_moe", 5)
+    replicas, is_slow, ended = Replicas(2), [False], Launched.has_ended
+    monkeypatch.setattr(Launched, "has_ended", lambda self: not is_slow[0] and ended(self))
+
+    def work(place: RankPlace) -> list[int]:
+        model = load_model(directory, place=place)
+        if place.rank:
+            follow(model, place.rank, replicas)
+            return []
+        try:
+            rig = ReplicatedRig(model, replicas, 2)
+            core = cast("ReplicatedEngine", rig.engine)
+            for name, num_steps in (("a", 6), ("b", 20)):
+                is_slow[0] = name == "b"  # on the other replica
+                core.handle(make_request(name, [30, 31, 32], max_tokens=40, stop_token_ids=()))
+                for _ in range(num_steps):
+                    core.step()
+            slots = core._engines[1]._executor._slots
+            assert slots is not None
+            assert isinstance(slots.stepper, ReplicaStepper)
+            running = slots.stepper.num_ahead + slots.stepper.asks
+            return [len(core._engines[1].room._launched), running]
+        finally:
+            replicas.send(Quit())
+
+    torch.set_num_threads(1)
+    noted, running = run_ranks(2, work, data_parallel=True)[0]
+    assert noted == running <= 2
