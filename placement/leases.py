@@ -358,8 +358,10 @@ class FleetView:
         self._read_at = asked_at
         has_lost = self._news.split(b" ")[0] != before.split(b" ")[0]
         until = self._now() + GRACE_S if has_lost else asked_at
-        seen = self._snapshot.sightings
-        ends = {k: structs.replace(s, expires_at=min(s.expires_at, until)) for k, s in seen.items()}
+        ends = {
+            k: structs.replace(s, expires_at=until) if s.expires_at == math.inf else s
+            for k, s in self._snapshot.sightings.items()
+        }  # one that has a lease to appear again keeps it
         self._snapshot = replace(self._snapshot, sightings=ends)
         return [(value, math.inf) for value, _ in answer]
 

@@ -136,3 +136,21 @@ def test_an_emptied_redis_takes_nobody_with_it_at_once() -> None:
         assert await scene.poll() == ["a"], "and what does not come back is over"
 
     play(act)
+
+
+def test_workers_return_to_an_emptied_redis_one_after_the_other() -> None:
+    async def act(scene: Scene) -> None:
+        for name in "abc":
+            await scene.announce(name)
+        await scene.poll()
+        scene.plain.flushall()
+        for returns in ("", "a", "b"):
+            assert await scene.poll() == ["a", "b", "c"]
+            scene.now += 0.5
+            if returns:
+                await scene.announce(returns)
+        assert await scene.poll() == ["a", "b", "c"]
+        scene.now += GRACE_S
+        assert await scene.poll() == ["a", "b"]
+
+    play(act)
