@@ -302,9 +302,13 @@ class HandoffSender:
         """No more pages follow; `boundary` goes with them once it exists."""
         handoff = self._handoffs[transfer_id]
         handoff.boundary = boundary
-        if handoff.reservation is None:
-            handoff.machine.renew(self._now(), self._reservation_s)
+        self.wait_longer(transfer_id)
         self._handle(handoff, SenderEvent.COMPUTED)
+
+    def wait_longer(self, transfer_id: str) -> None:
+        """A reservation that has not arrived is due `reservation_s` from now."""
+        if (handoff := self._handoffs[transfer_id]).reservation is None:
+            handoff.machine.renew(self._now(), self._reservation_s)
 
     def abort(self, transfer_id: str) -> None:
         """Abandons a handoff, with no other report than Ended; no effect if it has ended."""

@@ -148,8 +148,10 @@ class StoreTier:
     # To the store.
 
     def lacks(self, key: Key, num_bytes: int) -> bool:
-        """Whether a unit of so many bytes could be written now, and was not."""
+        """Whether a unit of so many bytes could be written now, and neither was nor is."""
         if not self.is_writable or key in self.store:
+            return False
+        if any(one.key == key for one in self.writing):
             return False
         return self.store.has_room_for(num_bytes)
 

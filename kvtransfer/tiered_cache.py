@@ -148,7 +148,9 @@ class TieredCache(UnitCache):
         if all(map(pool.store.__contains__, keys)):  # for many prompts a turn
             return pool.is_usable
         unit = self._units.get(keys[0])
-        fits = unit is None or len(unit.pages) <= self._host.num_slots
+        count = 0 if unit is None else len(unit.pages)
+        fits = count <= self._host.num_slots
+        fits &= pool.store.has_room_for(count * self._host.page_bytes)
         return None if fits and since_s is not None and pool.goes_on(since_s) else False
 
     def end(self, one: HeldUnits) -> None:

@@ -310,9 +310,14 @@ class PrefillEngine:
 
     def _end_pooled(self) -> bool:
         """Ends prompts that the shared pool has; True if there were any."""
+        for prompt in self.table.pooling:  # its reservation is due once it is reported
+            self._sender.wait_longer(prompt.attempt.transfer_id)
         found = self.table.in_pool()
         for prompt in found:
             pages, seconds = len(prompt.pages), self._now() - prompt.done_s if prompt.done else 0.0
+            if pages and prompt.can_split:
+                num_new = len(prompt.units.keys) - prompt.units.num_found
+                pages = num_new * self._cache.unit_size // self._page_size
             self._outbox.add(
                 PromptPushed(
                     attempt=prompt.attempt,

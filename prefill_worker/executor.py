@@ -112,7 +112,6 @@ class PromptExecutor:
             self._hand_on(chunk, progress)
         self.num_forwards += 1
         self.num_prompts += len(parts)
-        self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
         launched = LaunchedForward(chunks, progress)
         for chunk in chunks:
             chunk.prompt.num_launched = chunk.end
@@ -126,6 +125,7 @@ class PromptExecutor:
                 launched.has_failed, launched.mark = True, self._marked()
                 raise
             self._take(launched, results)
+        self.num_tokens += sum(chunk.num_tokens for chunk in chunks)
         for at, chunk in enumerate(chunks):
             if not chunk.prompt.num_left:
                 boundary = partial(_boundary, chunk.prompt, launched, at)

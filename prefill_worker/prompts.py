@@ -342,7 +342,9 @@ class PromptTable:
             if has_all is None or (is_new and not has_all):
                 continue
             if prompt.done is None:
-                prompt.started_s, prompt.num_cached = self._now(), prompt.num_paged
+                known = len(prompt.units.keys) * self._cache.unit_size
+                prompt.num_cached = known if prompt.can_split else prompt.num_paged
+                prompt.started_s = self._now()
             done = prompt.done or prefill_done(prompt, self._now())
             self._outbox.add(replace(done, in_pool=has_all))
             (self.waiting if is_new else self.pooling).remove(prompt)

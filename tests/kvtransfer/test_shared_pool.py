@@ -283,6 +283,26 @@ def test_writes_that_do_not_answer_stop_no_saving(caplog: pytest.LogCaptureFixtu
     assert scene.tiers.counts.saved > saved
 
 
+def test_a_unit_that_is_used_again_on_its_way_to_the_pool_is_written_once() -> None:
+    shared = SharedUnits()
+    scene = worker(shared, num_pages=40, num_slots=60, most_polls=0)
+    scene.poll()
+    assert scene.shared is not None
+    scene.shared.most_writes = 128
+    for _ in range(3):
+        shared.fault = ""
+        one = scene.start(TEXTS[0])
+        while one in scene.waiting:
+            scene.poll()
+            scene.admit()
+        shared.fault = "stuck"
+        scene.store(one)
+        scene.end(one)
+        for _ in range(3):
+            scene.poll()
+    assert shared.calls.count("keep") == len(TEXTS[0]) // 4
+
+
 def test_a_full_pool_costs_one_line_and_is_still_read(caplog: pytest.LogCaptureFixture) -> None:
     shared = SharedUnits()
     worker(shared).run(TEXTS[0])
