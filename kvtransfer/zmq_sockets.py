@@ -228,7 +228,7 @@ class ZmqListener:
         if self._drops or goes_on:
             if not self._drops:
                 self._watch()  # it may have been accepted a moment ago
-                self._cut(_descriptor_of(frames), f"a message of more than {MOST_FRAMES} frames")
+                self._cut(descriptor_of(frames), f"a message of more than {MOST_FRAMES} frames")
             self._drops = goes_on
             return None
         self._count(frames)
@@ -248,16 +248,21 @@ class ZmqListener:
                     closed.twin.close()
                 continue
             try:
-                twin = socket.socket(fileno=os.dup(descriptor))
+                copy = os.dup(descriptor)
             except OSError:
                 continue  # it has already ended
+            try:
+                twin = socket.socket(fileno=copy)
+            except OSError:  # and something else has its descriptor
+                os.close(copy)
+                continue
             earlier = self._connections.pop(descriptor, None)
             if earlier is not None:
                 earlier.twin.close()
             self._connections[descriptor] = Connection(twin, time.monotonic())
 
     def _count(self, frames: list[zmq.Frame]) -> None:
-        descriptor = _descriptor_of(frames)
+        descriptor = descriptor_of(frames)
         if descriptor not in self._connections:
             self._watch()  # it was accepted a moment ago
         connection = self._connections.get(descriptor)
@@ -288,7 +293,7 @@ def _is_readable(one: zmq.Socket[bytes]) -> bool:
     return bool(int(one.get(_EVENTS)) & _POLLIN)
 
 
-def _descriptor_of(frames: list[zmq.Frame]) -> int:
+def descriptor_of(frames: list[zmq.Frame]) -> int:
     """ZMQ's descriptor of a message's connection; -1 if ZMQ has none, for example for an empty
     message, or for a peer with ZMTP 1 or 2."""
     try:

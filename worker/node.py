@@ -142,7 +142,7 @@ class NodeAgent:
         """The leader's welcome; None if this process is stopped, or the connection is lost."""
         offer = Joining(node=self._config.node_rank, settings=settings_of(self._config))
         asked_at = float("-inf")
-        while not self._stop.is_set():
+        while not (self._stop.is_set() or link.disconnected.done()):
             if self._now() - asked_at >= _ASK_S:
                 link.post(offer)
                 asked_at = self._now()
@@ -262,13 +262,19 @@ async def run(config: WorkerConfig, services: Iterable[str], access: FleetAccess
     server.health.set("", serving=True)
     if config.health_port is not None:
         await server.start_health(host_and_port(config.host, config.health_port))
-    address = host_and_port(config.reachable_host(), port)
+    address, written = host_and_port(config.reachable_host(), port), list[str]()
 
     def on_ready(incarnation: str) -> None:
         for name in names:
             server.health.set(name, serving=bool(incarnation))
         if incarnation and config.ready_file is not None:
-            rpc.write_ready_file(config.ready_file, address, incarnation=incarnation)
+            try:
+                rpc.write_ready_file(config.ready_file, address, incarnation=incarnation)
+            except OSError as error:
+                if not written:
+                    raise
+                LOG.warning("%s could not be written: %s", config.ready_file, error)
+            written.append(incarnation)
 
     try:
         async with rpc.shutdown_signal() as stop:

@@ -20,11 +20,12 @@ from typing import Any, Final, TypeVar
 import msgspec
 import torch.distributed as dist
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from effuse.config.access import host_and_port
 from effuse.config.checks import UNREADABLE
 from effuse.kvtransfer.interfaces import interface_towards
-from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys, ZmqListener
+from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys, ZmqListener, descriptor_of
 from effuse.models.shared_meeting import SharedMeeting
 from effuse.placement.records import Role
 from effuse.worker.config import WorkerConfig
@@ -189,12 +190,10 @@ class Nodes:
         self.answers = keyed(zmq.PULL, host, 0)
         each = config.ranks_per_node
         self.commands = {rank: keyed(zmq.PAIR, host, 0) for rank in range(each, config.num_ranks)}
-        self._monitors = {
-            rank: one.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            for rank, one in self.commands.items()
-        }
-        for monitor in self._monitors.values():
-            self._stack.callback(monitor.close, 0)
+        self._monitor = self.answers.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._stack.callback(self._monitor.close, 0)
+        self._connections: dict[int, int] = {}  # ranks by ZMQ's descriptor, once they have answered
+        self._lost: list[int] = []
         welcomes = {
             node: Welcome(
                 incarnation=incarnation,
@@ -226,7 +225,7 @@ class Nodes:
 
     def sources(self) -> Sequence[zmq.Socket[bytes]]:
         """Sockets that are readable while there is something to do."""
-        return (self._control.socket, self.answers, *self._monitors.values())
+        return (self._control.socket, self.answers, self._monitor)
 
     def turn(self) -> list[Event]:
         """Answers nodes, within a bound, sends heartbeats, and returns reports and losses."""
@@ -248,19 +247,29 @@ class Nodes:
                 self._send(member.sender, LeaderBeat(self.roll.incarnation, self.roll.is_ready))
         return [*events, *self.roll.look(now)]
 
+    def note(self, rank: int, frames: list[zmq.Frame]) -> None:
+        """A rank of another host has sent an answer, whose connection is its own. Only such ones
+        count, because anyone can connect to a port for a moment."""
+        descriptor = descriptor_of(frames)
+        if rank in self.commands and self._connections.get(descriptor) != rank:
+            self._watch()  # an earlier connection may have had the same descriptor
+            self._connections[descriptor] = rank
+
     def lost(self) -> list[int]:
         """Ranks whose connection has ended since the last call."""
-        found = []
-        for rank, monitor in self._monitors.items():
-            while monitor.poll(0):
-                monitor.recv_multipart()
-                found.append(rank)
+        self._watch()
+        found, self._lost = self._lost, []
         return found
+
+    def _watch(self) -> None:
+        while self._monitor.poll(0):
+            descriptor = int(recv_monitor_message(self._monitor)["value"])
+            if (rank := self._connections.pop(descriptor, None)) is not None:
+                self._lost.append(rank)
 
     def close(self) -> None:
         """Closes all sockets; nodes then end their ranks."""
-        for one in self.commands.values():
-            one.disable_monitor()
+        self.answers.disable_monitor()
         self._stack.close()
 
     def _messages(self, now: float) -> Iterator[tuple[bytes, FromNode]]:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 import zmq
@@ -211,10 +211,10 @@ class Ranks:
         if not in_time:
             raise GroupBroken(text)
 
-    def failed(self, error: Exception) -> None:
-        """Breaks the group: the leader's part of a command has failed. Raises GroupBroken."""
-        LOG.error("a forward of the group failed", exc_info=error)
-        self._suspect(f"the leader's part of a forward failed: {error}")
+    def failed(self, error: Exception, work: str = "a forward") -> NoReturn:
+        """Breaks the group: the leader's part of its work has failed. Raises GroupBroken."""
+        LOG.error("%s of the group failed", work, exc_info=error)
+        self._suspect(f"the leader's part of {work} failed: {error}")
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, _CONFIRM_S)
         raise GroupBroken(self._failure) from error
@@ -225,11 +225,9 @@ class Ranks:
 
     def computed(self, number: int) -> list[list[PartResult]]:
         """Results of replicas in this forward, by rank from 1 on. Raises GroupBroken."""
-
-        def are_there() -> bool:
-            return sum(one.number == number for one in self._computed.values()) == self.size - 1
-
-        self._await(are_there, _CONFIRM_S, f"a replica has computed nothing for {_CONFIRM_S:g} s")
+        found, count = self._computed.values(), self.size - 1
+        text = f"a replica has computed nothing for {_CONFIRM_S:g} s"
+        self._await(lambda: sum(one.number == number for one in found) == count, _CONFIRM_S, text)
         return [self._computed[rank].results for rank in self._others]
 
     def moved(self, number: int) -> list[bytes] | None:
@@ -304,15 +302,17 @@ class Ranks:
         answers = [self._answers, *([self._nodes.answers] if self._nodes else [])]
         for source in (*answers, self._stop, *(self._nodes.sources() if self._nodes else ())):
             poller.register(source, zmq.POLLIN)
-        others = self._others.items()
-        ends = {one.end: (rank, one.process) for rank, one in others if one.process is not None}
+        ends = {one.end: (rank, one.process) for rank, one in self._others.items() if one.process}
         for end in ends:
             poller.register(end, zmq.POLLIN)
         while self._stop not in (ready := dict(poller.poll(_LOOK_MS))):
             self._look_for_frozen(frozen_s)
             for socket in answers:
                 while socket.poll(0):
-                    rank, answer = read_answer(socket.recv_multipart(), self.size)
+                    frames = socket.recv_multipart(copy=False)
+                    rank, answer = read_answer([one.bytes for one in frames], self.size)
+                    if self._nodes is not None:
+                        self._nodes.note(rank, frames)
                     with self._changed:
                         self._take(rank, answer)
                         self._changed.notify_all()

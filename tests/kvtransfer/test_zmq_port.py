@@ -380,3 +380,21 @@ def test_a_peer_of_an_old_protocol_ends_nothing() -> None:
     assert [one.bytes for one in received.frames] == [b"hello"]
     listener.close()
     context.term()
+
+
+def test_a_connection_whose_descriptor_is_another_thing_by_now_leaves_none_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def is_none(fileno: int) -> socket.socket:
+        raise OSError("not a socket")
+
+    with zmq.Context() as context:
+        listener = ZmqListener(context, "tcp://127.0.0.1:*", message_bytes=1 << 16, queued=2)
+        with socket.create_connection(("127.0.0.1", listener.port)):
+            assert listener.monitor.poll(int(1000 * DEADLINE_S))
+            before = psutil.Process().num_fds()
+            monkeypatch.setattr(socket, "socket", is_none)
+            listener.receive()
+            assert psutil.Process().num_fds() == before
+            monkeypatch.undo()
+        listener.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,9 +18,10 @@ from slowness import patient
 from effuse.cli import up
 from effuse.kvtransfer.zmq_sockets import CurveKeys
 from effuse.models.group import ProcessGroup
+from effuse.protos.channels import OPEN
 from effuse.worker.config import DecodeConfig
 from effuse.worker.connectors import map_nothing
-from effuse.worker.node import LeaderLink, NodeAgent, NodeRefused
+from effuse.worker.node import LeaderLink, NodeAgent, NodeRefused, run
 from effuse.worker.node_messages import (
     ENCODER,
     Joining,
@@ -231,8 +233,39 @@ def test_a_link_ends_with_its_leader(tmp_path: Path) -> None:
                 assert not link.disconnected.done()
             await asyncio.wait_for(link.disconnected, patient(10.0))
             assert await link.next_message(0.05) is None
+            # A host that goes on would leave each later incarnation at once.
+            agent = NodeAgent(replace(own, node_rank=1), asyncio.Event(), lambda _: None)
+            assert await asyncio.wait_for(agent._join(link), patient(10.0)) is None
 
     asyncio.run(ask())
+
+
+def test_a_ready_file_that_cannot_be_written_again_ends_no_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, ready = config(tmp_path), tmp_path / "ready" / "file"
+    ready.parent.mkdir()
+
+    async def start(*_: object) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec("sleep", "1000")
+
+    async def serve() -> None:
+        host = replace(own, node_rank=1, port=0, ready_file=ready)
+        running = asyncio.ensure_future(run(host, ["a"], OPEN))
+        for is_over in (ready.exists, lambda: "could not be written" in caplog.text):
+            with leader(own) as nodes:
+                nodes.roll.is_ready = True
+                while not is_over():
+                    nodes.turn()
+                    assert not running.done()
+                    await asyncio.sleep(0.02)
+                shutil.rmtree(ready.parent, ignore_errors=True)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    monkeypatch.setattr("effuse.worker.node.start", start)
+    asyncio.run(asyncio.wait_for(serve(), patient(20.0)))
 
 
 def test_the_public_key_alone_opens_nothing(tmp_path: Path) -> None:
@@ -251,27 +284,44 @@ def test_the_public_key_alone_opens_nothing(tmp_path: Path) -> None:
         assert nodes.roll.missing == [1]
 
 
-@pytest.mark.parametrize("is_member", [True, False])
-def test_a_rank_of_another_incarnation_cannot_connect(tmp_path: Path, is_member: bool) -> None:
-    with (
-        leader(config(tmp_path)) as nodes,
-        zmq.Context() as context,
-        context.socket(zmq.PAIR) as rank,
-    ):
-        seed = nodes.roll.welcomes[1].key_seed if is_member else b"earlier".ljust(32)
+@contextlib.contextmanager
+def connected(seed: bytes, kind: int, port: int) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(kind) as rank:
         rank.set(zmq.LINGER, 0)
         CurveKeys.of(seed).ask(rank)
-        rank.connect(f"tcp://127.0.0.1:{nodes.roll.welcomes[1].commands[1]}")
-        rank.send(b"here")
-        assert bool(nodes.commands[1].poll(10_000 if is_member else 500)) == is_member
-        if is_member:
-            assert nodes.commands[1].recv() == b"here"
-            rank.close(0)
-            for _ in range(200):
-                if found := nodes.lost():
-                    break
-                nodes.commands[1].poll(50)
-            assert found == [1]
+        rank.connect(f"tcp://127.0.0.1:{port}")
+        yield rank
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_a_rank_of_another_incarnation_cannot_connect(tmp_path: Path, is_member: bool) -> None:
+    with leader(config(tmp_path)) as nodes:
+        welcome = nodes.roll.welcomes[1]
+        seed = welcome.key_seed if is_member else b"earlier".ljust(32)
+        with connected(seed, zmq.PAIR, welcome.commands[1]) as rank:
+            rank.send(b"here")
+            assert bool(nodes.commands[1].poll(10_000 if is_member else 500)) == is_member
+
+
+def test_only_the_end_of_a_ranks_own_connection_is_its_loss(tmp_path: Path) -> None:
+    """Scans and probes connect to any port."""
+    with leader(config(tmp_path)) as nodes:
+        welcome = nodes.roll.welcomes[1]
+        with connected(welcome.key_seed, zmq.PUSH, welcome.answers) as rank:
+            rank.send_multipart([b"\1", b"here"])
+            assert nodes.answers.poll(10_000)
+            nodes.note(1, nodes.answers.recv_multipart(copy=False))
+            ports = (welcome.answers, welcome.commands[1])
+            for port in ports:
+                with socket.create_connection(("127.0.0.1", port)) as probe:
+                    probe.sendall(b"GET / HTTP/1.0\r\n\r\n".ljust(80))
+            for seed in (welcome.key_seed, b"earlier".ljust(32)):
+                with connected(seed, zmq.PUSH, welcome.answers) as other:
+                    other.poll(300, zmq.POLLOUT)
+            nodes.commands[1].poll(500)
+            assert nodes.lost() == []
+        assert nodes._monitor.poll(10_000)
+        assert nodes.lost() == [1]
 
 
 def test_a_message_that_no_host_sends_changes_nothing(tmp_path: Path) -> None:
