@@ -364,7 +364,7 @@ def join_group(
     in_order: bool = False,
 ) -> ProcessGroup:
     """Waits for all ranks of the group at `meeting`, which none may have used before. in_order: as
-    in `ProcessGroup`. Raises ValueError if they do not come within `timeout_s`."""
+    in `ProcessGroup`. Raises ConnectionError if they cannot be reached within `timeout_s`."""
     store: Any
     if isinstance(meeting, SharedMeeting):
         interface = meeting.interface
@@ -380,7 +380,7 @@ def join_group(
         group.least(0)  # connects all of them
     except (RuntimeError, ValueError) as error:
         LOG.error("rank %d of %d cannot reach its group: %s", rank, size, error)
-        raise ValueError(f"rank {rank} of {size} cannot reach its group: {error}") from error
+        raise ConnectionError(f"rank {rank} of {size} cannot reach its group: {error}") from error
     return group
 
 

@@ -117,7 +117,10 @@ def assemble(
             ranks = Ranks(config, role, incarnation, end_process if connects else note_only)
             on_failure.callback(ranks.close)
             ranks.wait_for("present", config.startup_timeout_s)
-            place = join(config, sizes, 0, device, ranks.meeting)
+            try:
+                place = join(config, sizes, 0, device, ranks.meeting)
+            except ConnectionError as error:  # a rank may have crashed, so another start may work
+                ranks.failed(error, "the meeting")
             ranks.group = place.meeting
         model = load_shard(config, device, place, pulse)
         if ranks is not None:

@@ -319,7 +319,7 @@ class RankPulse(Pulse):
 
 
 def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -> NoReturn:
-    """Runs a rank to its end: status 0 after `Quit`, 2 if it could not start."""
+    """Runs a rank to its end: status 0 after `Quit`, 2 if it cannot start, 1 if it may later."""
     leave_imports()
     orders = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOrders)
     die_with(orders.leader_pid)
@@ -331,6 +331,8 @@ def main(config_type: type[WorkerConfig], make_steps: MakeSteps | None = None) -
     except ValueError as error:
         leader.answer(RankRefused(f"rank {orders.rank}: {error}"))
         status = 2
+    except ConnectionError:  # another rank may have crashed; `join_group` has logged it
+        status = 1
     else:
         end_start()
         rank.run()

@@ -24,6 +24,7 @@ from effuse.models.config_keys import CheckpointError
 from effuse.problems.problem import problem
 from effuse.protos.errors import InvalidRequest, NotFound
 from effuse.worker.engine_settings import Device
+from effuse.worker.watchdog import GroupBroken
 
 QUESTIONS = [problem(3, number).prompt for number in range(5)]
 PARAMS = [
@@ -90,6 +91,17 @@ def test_ranks_end_if_a_start_fails_late(tmp_path: Path) -> None:
         effuse.LLM(tensor_parallel_size=2, kv_offloading_size=0.1, kv_offloading_dir=file)
     left = [one.cmdline() for one in psutil.Process().children()]
     assert not [words for words in left if "effuse.decode_worker.rank" in words]
+
+
+def test_ranks_that_do_not_meet_break_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may have crashed, so a worker starts them again."""
+
+    def fails(*_: object) -> None:
+        raise ConnectionError("Connection reset by peer")
+
+    monkeypatch.setattr("effuse.worker.assembly.join", fails)
+    with pytest.raises(GroupBroken, match="the leader's part of the meeting failed: Connection"):
+        effuse.LLM(tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", ["attention", "kv_layout", "default_algorithm"])
