@@ -39,6 +39,7 @@ MOST_BYTES: Final = 4
 LONG_WINDOW: Final = 64
 """Ids after which a window is cut although its text has no end: it is decoded at each piece."""
 _RESERVED: Final = re.compile(r"pad|mask|unk|reserved", re.IGNORECASE)
+_MASK: Final = re.compile(r"[^\w\s]+(\w+_)?mask[^\w\s]+", re.IGNORECASE)
 
 
 class TokenizerError(Exception):
@@ -81,21 +82,21 @@ class Tokenizer:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self.turns = asyncio.Semaphore(max(1, threads - 1))
         """For calls that want no answer: they leave a thread to requests, which hold seats."""
-        added = backend.get_added_tokens_decoder().items()
+        # A mask is structure even if its file does not flag it: text that spells it stays text.
+        added = backend.get_added_tokens_decoder().values()
+        backend.add_special_tokens([one for one in added if _MASK.fullmatch(one.content)])
+        special = {i: one for i, one in backend.get_added_tokens_decoder().items() if one.special}
         self.special_tokens = SpecialTokens(
-            SpecialToken(
-                id=i, text=token.content, takes_left=token.lstrip, takes_right=token.rstrip
-            )
-            for i, token in added
-            if token.special
+            SpecialToken(id=i, text=one.content, takes_left=one.lstrip, takes_right=one.rstrip)
+            for i, one in special.items()
         )
         # A model that has learned a chat's form ends its answers so, whatever its files contain.
         self.chat_end_ids = self._find_chat_end()
-        self._special = frozenset(i for i, token in added if token.special)
+        self._special = frozenset(special)
         bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._bytes = frozenset(i for i in bytes_ if i is not None)
         self.reserved_ids: frozenset[int] = frozenset(
-            i for i, token in added if token.special and _RESERVED.search(token.content)
+            i for i, one in special.items() if _RESERVED.search(one.content)
         )
 
     @classmethod

@@ -193,9 +193,8 @@ def fit(prompt_len: int, asked: Asked, rooms: Rooms = NO_ROOMS) -> int:
     if prompt_len == 0:
         findings.add("prompt", "text that makes at least one token", "none")
     elif prompt_len > most_tokens:
-        findings.add(
-            "prompt", f"at most {most_tokens} prompt tokens, {why}", f"{prompt_len} tokens"
-        )
+        limit = f"at most {most_tokens} prompt tokens, {why}"
+        findings.add("prompt", limit, f"{prompt_len} tokens")
     elif has_own and most > room:
         limit = f"at most {room}: the prompt has {prompt_len} tokens and {bound}"
         findings.add("stopping.max_tokens", limit, most)
@@ -204,9 +203,8 @@ def fit(prompt_len: int, asked: Asked, rooms: Rooms = NO_ROOMS) -> int:
         limit = f"at most {found}, the model's max_tokens within the room that the prompt leaves"
         findings.add("stopping.min_tokens", limit, stopping.min_tokens)
     findings.raise_any()
-    _check_rows(
-        prompt_len, found, asked, max(r.rows for r, (n, _) in answers.items() if n >= found)
-    )
+    most_rows = max(r.rows for r, (n, _) in answers.items() if n >= found)
+    _check_rows(prompt_len, found, asked, most_rows)
     return found
 
 
@@ -347,8 +345,8 @@ def _given(params: Message) -> dict[str, Any]:
 
 async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
     """The ids of the prompt. Raises `InvalidRequest` for one that the model's chat template does
-    not take, and for reserved tokens if special tokens are parsed; `Unavailable` if
-    tokenizer and model do not fit."""
+    not take, and for text that becomes reserved tokens; `Unavailable` if tokenizer and model do
+    not fit."""
     sent, parses_special = asked.sent, asked.sent.parse_special_tokens
     if parses_special:
         _check_special(asked, tokenizer)
@@ -371,6 +369,9 @@ async def encode_prompt(asked: Asked, tokenizer: Tokenizer) -> list[int]:
             f"vocabulary has only {asked.model.vocab_size}",
             retryable=False,
         )
+    if (mask := asked.model.mask_token_id) in ids and tokenizer.is_text(mask):
+        field = "prompt" if asked.chat is None else "chat"
+        raise InvalidRequest.of(field, f"expected text that does not become the mask id {mask}")
     return ids
 
 

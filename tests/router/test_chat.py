@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+import tokenizers
 from router.asking import failure
 from router.fake_model import (
     ANSWER,
@@ -41,10 +42,16 @@ def tokenizer() -> Tokenizer:
 
 def ids(prompt: Prompt, *, parses: bool | None = None, takes_chats: bool = True) -> list[int]:
     """The prompt that a worker computes for a request. Raises InvalidRequest."""
+    return asked_ids(prompt, tokenizer(), parses=parses, takes_chats=takes_chats)
+
+
+def asked_ids(
+    prompt: Prompt, by: Tokenizer, *, parses: bool | None = None, takes_chats: bool = True
+) -> list[int]:
     request = make_request(prompt, Params(parse_special_tokens=parses))
-    reserved = tokenizer().reserved_ids
-    asked = validate(request, model_info(), reserved, is_stream=False, takes_chats=takes_chats)
-    return asyncio.run(encode_prompt(asked, tokenizer()))
+    model, reserved = model_info(), by.reserved_ids
+    asked = validate(request, model, reserved, is_stream=False, takes_chats=takes_chats)
+    return asyncio.run(encode_prompt(asked, by))
 
 
 def test_a_chat_is_what_its_template_writes() -> None:
@@ -102,6 +109,32 @@ def test_reserved_tokens_are_not_parsed(prompt: Prompt, field: str, what: str) -
     (violation,) = caught.value.violations
     assert violation.field == field and what in violation.description
     assert not {MASK, PAD} & set(ids(prompt))
+
+
+@pytest.mark.parametrize("name", ["<|mask|>", "[MASK]", "|<MASK>|", "<|mdm_mask|>"])
+def test_a_mask_that_its_file_does_not_flag_stays_text(name: str) -> None:
+    unflagged, spelled = with_mask(name), f"a{name}b"
+    assert unflagged.reserved_ids == {MASK, PAD}
+    assert unflagged.decode(asked_ids(spelled, unflagged)[1:-1]) == spelled
+    assert MASK not in asked_ids(Chat().user(spelled), unflagged)
+    with pytest.raises(InvalidRequest, match="the mask token"):
+        asked_ids(spelled, unflagged, parses=True)
+
+
+@pytest.mark.parametrize(("prompt", "field"), [("a[fill]", "prompt"), (HI.user("[fill]"), "chat")])
+def test_a_mask_by_another_name_is_refused(prompt: Prompt, field: str) -> None:
+    for parses in (False, True):
+        with pytest.raises(InvalidRequest, match=f"{field}: .* the mask id {MASK}"):
+            asked_ids(prompt, with_mask("[fill]"), parses=parses)
+    assert MASK not in asked_ids("unmasked mask", with_mask("[fill]"))
+
+
+def with_mask(name: str) -> Tokenizer:
+    """A tokenizer that calls its mask so, and does not flag it as special."""
+    file = byte_tokenizer().to_str().replace("<|mask|>", name)
+    at = file.index(f'"content":"{name}"')
+    file = file[:at] + file[at:].replace('"special":true', '"special":false', 1)
+    return Tokenizer(tokenizers.Tokenizer.from_str(file), chat_template())
 
 
 BAD: dict[str, tuple[Chat, str, str]] = {
