@@ -26,11 +26,6 @@ from effuse.client.chat import Chat
 RENDER_S: Final = 1.0
 """A long chat takes a few milliseconds."""
 
-VARIABLES: Final = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
-"""Names under which templates know special tokens."""
-
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 _TRACED: Final = "<template>"  # what Jinja calls the file of a template's code
@@ -78,9 +73,7 @@ class ChatTemplate:
             ) from error
         if not sources:
             return None
-        named = {name: _text_of(special.get(name)) for name in VARIABLES}
-        texts = {name: text for name, text in named.items() if text is not None}
-        return cls(sources, texts, origin=origin)
+        return cls(sources, _named_tokens(special), origin=origin)
 
     def render(
         self,
@@ -304,6 +297,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"expected an object in {path}, got {type(found).__name__}")
     return found
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of special tokens by the names that templates know: common ones and the model's own."""
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    for group in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(own := config.get(group), dict):
+            named |= own
+    texts = {name: _text_of(token) for name, token in named.items()}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _text_of(token: object) -> str | None:

@@ -204,3 +204,27 @@ def test_an_answer_ends_where_the_template_ends_it(tokenizer: Tokenizer, directo
     answer = AnswerText(tokenizer, ())
     told = answer.push([*said, names[end], names["<|endoftext|>"]])
     assert told + answer.flush() == "Yes."
+
+
+OWN = "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"extra_special_tokens": {"image_token": OWN}},
+        {"model_specific_special_tokens": {"image_token": OWN}},
+        {"image_token": OWN, "extra_special_tokens": ["<|im_end|>"], "add_bos_token": True},
+        {"image_token": {"__type": "AddedToken", "content": OWN, "special": True}},
+        {"extra_special_tokens": {"image": OWN, "image_token": OWN}},
+    ],
+)
+def test_a_template_gets_the_special_tokens_of_its_model(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    source = "{{ image_token }}{{ image }}{{ add_bos_token }}{{ messages[0].content }}"
+    path = write_chat_checkpoint(tmp_path, "sdar", changes={"chat_template": source, **fields})
+    reference = transformers.AutoTokenizer.from_pretrained(path)
+    ids = asyncio.run(Tokenizer.load(path).encode_chat(ONE, most_bytes=9999))
+    assert ids == expected(reference, ONE)
+    assert ids[0] == reference.convert_tokens_to_ids(OWN)
