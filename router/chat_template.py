@@ -26,6 +26,9 @@ from effuse.client.chat import Chat
 RENDER_S: Final = 1.0
 """A long chat takes a few milliseconds."""
 
+_COMMON: Final = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+"""Names of special tokens, in the order in which transformers adds them."""
+
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 _TRACED: Final = "<template>"  # what Jinja calls the file of a template's code
@@ -61,11 +64,8 @@ class ChatTemplate:
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
         """A checkpoint directory's, or None if it has none. Raises ChatTemplateError."""
+        config = read_config(directory)
         try:
-            config = _read_json(directory / "tokenizer_config.json")
-            special = config
-            if "added_tokens_decoder" not in config:  # otherwise that file is newer, and complete
-                special = config | _read_json(directory / "special_tokens_map.json")
             origin, sources = _sources_of(directory, config)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ChatTemplateError(
@@ -73,7 +73,7 @@ class ChatTemplate:
             ) from error
         if not sources:
             return None
-        return cls(sources, _named_tokens(special), origin=origin)
+        return cls(sources, named_tokens(config), origin=origin)
 
     def render(
         self,
@@ -281,6 +281,18 @@ def _sources_of(directory: Path, config: Mapping[str, Any]) -> tuple[str, dict[s
     return origin, {"default": found} if isinstance(found, str) else {}
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, behind special_tokens_map.json unless it lists all tokens and so is
+    newer. Raises ChatTemplateError."""
+    try:
+        config = _read_json(directory / "tokenizer_config.json")
+        if "added_tokens_decoder" in config:
+            return config
+        return config | _read_json(directory / "special_tokens_map.json")
+    except (OSError, ValueError) as error:
+        raise ChatTemplateError(f"cannot read the files of the chat template: {error}") from error
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -299,17 +311,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Texts of special tokens by the names that templates know: common ones and the model's own."""
-    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    named = {name: config.get(name) for name in _COMMON}
+    named |= {name: token for name, token in config.items() if name.endswith("_token")}
     for group in ("model_specific_special_tokens", "extra_special_tokens"):
         if isinstance(own := config.get(group), dict):
             named |= own
-    texts = {name: _text_of(token) for name, token in named.items()}
+    texts = {name: text_of(token) for name, token in named.items()}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _text_of(token: object) -> str | None:
+def text_of(token: object) -> str | None:
     """A special token is written as its text, or as an object that holds it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from effuse.router.chat_template import escapes_of
+import tokenizers
+from tokenizers import AddedToken
+
+from effuse.router.chat_template import escapes_of, named_tokens, text_of
 
 PRIVATE: Final = range(0xF0000, 0x110000)
 """Characters without a meaning, for stand-ins: Unicode's planes for private use."""
@@ -43,6 +46,13 @@ class SpecialTokens:
             text[:length] for text in self._by_text for length in range(1, len(text))
         )
         self._longest = max(map(len, self._by_text), default=0)
+
+    @classmethod
+    def of(cls, tokens: Mapping[int, AddedToken]) -> SpecialTokens:
+        return cls(
+            SpecialToken(id=i, text=one.content, takes_left=one.lstrip, takes_right=one.rstrip)
+            for i, one in tokens.items()
+        )
 
     def cut(self, text: str) -> Iterator[str | SpecialToken]:
         """The parts of `text`: special tokens, and the text between them if there is any."""
@@ -121,6 +131,25 @@ def strings_of(value: Any) -> Iterator[str]:
         yield from itertools.chain.from_iterable(map(strings_of, (*value, *value.values())))
     elif isinstance(value, list | tuple):
         yield from itertools.chain.from_iterable(map(strings_of, value))
+
+
+def complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Adds the tokens that only tokenizer_config.json has, like transformers: those with an id, and
+    then special ones. Raises ValueError for an id that does not follow on, and AttributeError,
+    KeyError or TypeError for fields of another form."""
+    known = {one.content for one in backend.get_added_tokens_decoder().values()}
+    listed = (config.get("added_tokens_decoder") or {}).items()
+    new = {int(i): AddedToken(**one) for i, one in listed if one["content"] not in known}
+    backend.add_tokens([new[i] for i in sorted(new)])
+    for i, token in new.items():
+        if (found := backend.token_to_id(token.content)) != i:
+            what = f"expected id {found} for {token.content!r}"
+            raise ValueError(f"{what}, which tokenizer.json does not have, got {i}")
+    groups = (config.get(name) for name in ("extra_special_tokens", "additional_special_tokens"))
+    more = [text_of(one) for group in groups if isinstance(group, list) for one in group]
+    texts = dict.fromkeys([*named_tokens(config).values(), *filter(None, more)])
+    known.update(token.content for token in new.values())
+    backend.add_special_tokens([text for text in texts if text not in known])
 
 
 def _any_of(texts: Iterable[str]) -> str:

@@ -24,8 +24,8 @@ import tokenizers
 
 from effuse.client.chat import Chat
 from effuse.config.extras import pointer_problem
-from effuse.router.chat_template import ChatTemplate, ChatTemplateError
-from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, strings_of
+from effuse.router.chat_template import ChatTemplate, ChatTemplateError, read_config
+from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, complete, strings_of
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -86,10 +86,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().values()
         backend.add_special_tokens([one for one in added if _MASK.fullmatch(one.content)])
         special = {i: one for i, one in backend.get_added_tokens_decoder().items() if one.special}
-        self.special_tokens = SpecialTokens(
-            SpecialToken(id=i, text=one.content, takes_left=one.lstrip, takes_right=one.rstrip)
-            for i, one in special.items()
-        )
+        self.special_tokens = SpecialTokens.of(special)
         # A model that has learned a chat's form ends its answers so, whatever its files contain.
         self.chat_end_ids = self._find_chat_end()
         self._special = frozenset(special)
@@ -105,10 +102,13 @@ class Tokenizer:
         that can be used; raises `TokenizerError`."""
         backend = read_backend(directory)
         try:
+            complete(backend, read_config(directory))
             chat_template = ChatTemplate.load(directory)
         except ChatTemplateError as error:
             LOG.warning("%s has no chats: %s", directory, error)
             chat_template = None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise TokenizerError(f"{directory / 'tokenizer_config.json'}: {error}") from error
         return cls(backend, chat_template, threads=threads)
 
     async def encode(self, text: str, *, parses_special: bool = False) -> list[int]:

@@ -14,7 +14,7 @@ from jinja2 import UndefinedError
 
 from effuse.client.chat import Chat
 from effuse.router.chat_template import ChatTemplateError
-from effuse.router.tokenizer import AnswerText, Tokenizer
+from effuse.router.tokenizer import AnswerText, Tokenizer, TokenizerError
 
 TOOL = {"function": {"name": "add", "parameters": {"of": [0.5, None], "é": 1}}, "type": "function"}
 ORDERED = {
@@ -228,3 +228,40 @@ def test_a_template_gets_the_special_tokens_of_its_model(
     ids = asyncio.run(Tokenizer.load(path).encode_chat(ONE, most_bytes=9999))
     assert ids == expected(reference, ONE)
     assert ids[0] == reference.convert_tokens_to_ids(OWN)
+
+
+def added(content: str, **flags: bool) -> dict[str, object]:
+    plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    return {"content": content, "special": True, **plain, **flags}
+
+
+def test_a_chat_has_the_tokens_that_only_its_tokenizers_config_adds(tmp_path: Path) -> None:
+    source = "[n]{{ eos_token }}[x]{{ unk_token }} [l] {{ messages[0].content }}[e]"
+    size = len(Tokenizer.load(write_chat_checkpoint(tmp_path, "sdar"))._backend.get_vocab())
+    more = {str(size + 1): added("[l]", lstrip=True, special=False), str(size): added("[n]")}
+    named = {"unk_token": "[u]", "eos_token": "[e]", "extra_special_tokens": ["[x]", "[n]"]}
+    for listed in (more, {}):
+        changes = {"chat_template": source, **named, "added_tokens_decoder": listed}
+        path = write_chat_checkpoint(tmp_path, "sdar", changes=changes)
+        tokenizer = Tokenizer.load(path)
+        reference = transformers.AutoTokenizer.from_pretrained(path)
+        assert expected(reference, ONE) == asyncio.run(tokenizer.encode_chat(ONE, most_bytes=9999))
+        spelled = asyncio.run(tokenizer.encode_chat(Chat().user("[e][x]"), most_bytes=9999))
+        assert [spelled.count(reference.vocab[name]) for name in ("[e]", "[x]")] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        ({"9999": added("[n]")}, r"expected id \d+ for '\[n\]', .* got 9999"),
+        ({"a": added("[n]")}, "invalid literal"),
+        ([1], "items"),
+        ({"1": "[n]"}, "indices"),
+    ],
+)
+def test_an_added_token_that_does_not_follow_on_is_named(
+    listed: object, words: str, tmp_path: Path
+) -> None:
+    write_chat_checkpoint(tmp_path, "sdar", changes={"added_tokens_decoder": listed})
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: .*{words}"):
+        Tokenizer.load(tmp_path)
