@@ -90,8 +90,8 @@ class Tokenizer:
         # A model that has learned a chat's form ends its answers so, whatever its files contain.
         self.chat_end_ids = self._find_chat_end()
         self._special = frozenset(special)
-        bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self._bytes = frozenset(i for i in bytes_ if i is not None)
+        self.byte_of = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        self.byte_of.pop(None, None)
         self.reserved_ids: frozenset[int] = frozenset(
             i for i, one in special.items() if _RESERVED.search(one.content)
         )
@@ -143,7 +143,7 @@ class Tokenizer:
     def is_byte(self, token_id: int) -> bool:
         """Whether the id stands for one byte of a run, which becomes text as a whole or not at
         all (the byte fallback of SentencePiece vocabularies)."""
-        return token_id in self._bytes
+        return token_id in self.byte_of
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids that all are text."""
@@ -259,6 +259,11 @@ class Detokenizer:
             return ""  # the last piece was complete
         return self._decoder.decode(self._window + self._open)[self._shown :]
 
+    def num_begun(self) -> int:
+        """Characters that the ids have begun and that are still to come."""
+        run = bytes(self._decoder.byte_of[one] for one in self._open)
+        return len(run.decode(errors="replace") or self.held_back())
+
     def _complete_text(self, num_ids: int) -> str:
         """Moves the first open ids into the window and returns the text that they complete."""
         self._window += self._open[:num_ids]
@@ -369,12 +374,10 @@ class AnswerText:
                 break
             self.num_tokens += 1
             piece = self._detokenizer.push([token_id])
-            if self.num_tokens <= self._min_tokens:
-                text += piece
-            else:
-                text += self._look_for_stops(piece)
+            is_free = self.num_tokens <= self._min_tokens
+            text += piece if is_free else self._look_for_stops(piece)
             if self.num_tokens == self._min_tokens:
-                self._num_free = len(self._detokenizer.held_back())
+                self._num_free = self._detokenizer.num_begun()
         return text
 
     def flush(self) -> str:
@@ -392,7 +395,5 @@ class AnswerText:
 
 def _overlap_length(text: str, stop: str) -> int:
     """Length of the longest proper prefix of `stop` that ends `text`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

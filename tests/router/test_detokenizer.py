@@ -146,10 +146,13 @@ def test_stop_strings_are_looked_for_behind_the_least_length() -> None:
 def test_what_is_held_back_of_the_least_length_is_no_stop_string() -> None:
     """Bytes wait for the next word, and a character for its last byte."""
     newline, a = 0x0A + 1, byte_fallback_tokenizer().get_vocab()["▁a"]
+    hello = [byte + 1 for byte in "你".encode()]
     cases: list[tuple[str, list[int], str, str | None, int]] = [
         ("byte fallback", [newline, newline, a, newline, newline, a], "\n\n a", "\n\n", 2),
         ("byte fallback", [newline, newline], "\n\n", None, 2),
         ("byte fallback", [newline, newline, newline, newline, a], "\n\n", "\n\n", 2),
+        *(("byte fallback", [*hello, a, newline, newline], "你 a", "\n\n", n) for n in range(5)),
+        ("byte fallback", [*hello, newline, newline, a], "你", "\n\n", 2),
         ("byte level", ids_of("🙂x🙂x"), "🙂x", "🙂", 2),
     ]
     for name, ids, kept, matched, least in cases:
