@@ -54,6 +54,17 @@ class SpecialTokens:
             for i, one in tokens.items()
         )
 
+    @staticmethod
+    def behind(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+        """For text behind one: a backend may put a space before the first word of a prompt only."""
+        first, never = ('"prepend_scheme":"first"', '"prepend_scheme":"never"')
+        splits = backend.pre_tokenizer
+        if splits is None or first.encode() not in splits.__getstate__():
+            return backend
+        copy = tokenizers.Tokenizer.from_str(backend.to_str().replace(first, never))
+        copy.encode_special_tokens = backend.encode_special_tokens
+        return copy
+
     def cut(self, text: str) -> Iterator[str | SpecialToken]:
         """The parts of `text`: special tokens, and the text between them if there is any."""
         end = 0

@@ -87,6 +87,7 @@ class Tokenizer:
         backend.add_special_tokens([one for one in added if _MASK.fullmatch(one.content)])
         special = {i: one for i, one in backend.get_added_tokens_decoder().items() if one.special}
         self.special_tokens = SpecialTokens.of(special)
+        self._behind = self.special_tokens.behind(backend)
         # A model that has learned a chat's form ends its answers so, whatever its files contain.
         self.chat_end_ids = self._find_chat_end()
         self._special = frozenset(special)
@@ -166,8 +167,7 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         # `encode` keeps the interpreter lock, and with it the event loop, for as long as it takes.
-        ids: list[int] = self._backend.encode_batch_fast([text])[0].ids
-        return ids
+        return list(self._backend.encode_batch_fast([text])[0].ids)
 
     def _encode_parsed(self, text: str) -> list[int]:
         before, after = self._around
@@ -191,12 +191,12 @@ class Tokenizer:
 
     def _encode_parts(self, parts: Iterable[str | SpecialToken]) -> list[int]:
         """Each text by itself, like the library when it parses special tokens: these end a word,
-        and no merge reaches over them. (A vocabulary of SentencePiece's that puts a space before a
-        prompt's first word puts one before each text; no served model has one.)"""
-        parts = list(parts)
-        texts = [part for part in parts if isinstance(part, str)]
-        encoded = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False))
-        ids: list[int] = []
+        and no merge reaches over them."""
+        parts, ids = list(parts), list[int]()
+        runs = (self._backend, parts[:1]), (self._behind, parts[1:])
+        texts = ((by, [one for one in run if isinstance(one, str)]) for by, run in runs)
+        batches = (by.encode_batch_fast(some, add_special_tokens=False) for by, some in texts)
+        encoded = chain.from_iterable(batches)
         for part in parts:
             ids += next(encoded).ids if isinstance(part, str) else [part.id]
         return ids

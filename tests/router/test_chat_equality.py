@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 from chat_checkpoints import ANSWER_ENDS, SPECIAL, TEMPLATES, write_chat_checkpoint
 from jinja2 import UndefinedError
+from tokenizers import pre_tokenizers
+from tokenizers.models import BPE
 
 from effuse.client.chat import Chat
 from effuse.router.chat_template import ChatTemplateError
@@ -265,3 +268,26 @@ def test_an_added_token_that_does_not_follow_on_is_named(
     write_chat_checkpoint(tmp_path, "sdar", changes={"added_tokens_decoder": listed})
     with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json: .*{words}"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_space_comes_before_the_words_before_which_the_tokenizer_puts_one(
+    scheme: str, tmp_path: Path
+) -> None:
+    words = {word: at for at, word in enumerate(["<unk>", *"hi▁|:", "▁h", "user", "[B]"])}
+    backend = tokenizers.Tokenizer(BPE(words, [("▁", "h")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.add_special_tokens(["[B]"])
+    source = "{% for m in messages %}h:[B]{{ m.content }}{% endfor %}[B]h"
+    write_chat_checkpoint(tmp_path, "sdar", changes={"chat_template": source})
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, reference = (
+        Tokenizer.load(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+    )
+    for chat in (Chat().user("hi"), Chat().user(" hi h").assistant("h|i")):
+        ids = asyncio.run(tokenizer.encode_chat(chat, most_bytes=99))
+        assert ids == expected(reference, chat)
+    for text in ("h[B]h", "[B]h", "h", "[B]"):
+        assert asyncio.run(tokenizer.encode(text, parses_special=True)) == reference(text).input_ids
+    assert not set(asyncio.run(tokenizer.encode("[B]h"))) & set(reference("[B]").input_ids)
