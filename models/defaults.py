@@ -31,6 +31,8 @@ from effuse.models.config_keys import CheckpointError, ConfigKeys
 from effuse.models.end_ids import GENERATION_CONFIG, stated_end_ids
 
 _SAMPLING: Final = {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")}
+_UNUSED: Final = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Settings of which effuse does not take generation_config.json's value."""
 
 
 def refuse_unserved(
@@ -91,6 +93,9 @@ def read_defaults(
     sampling, max_tokens = _sampling(keys), _number(keys, "max_new_tokens", MAX_TOKENS)
     limits = {} if max_tokens is None else {"max_tokens": int(max_tokens)}
     sources |= dict.fromkeys([*sampling, *limits], GENERATION_CONFIG)
+    own = Sampling()  # a file may state what effuse does anyway
+    unused = [one for one in _UNUSED if keys.values.get(one) not in (None, getattr(own, one))]
+    sources |= dict.fromkeys(unused, f"effuse, not {GENERATION_CONFIG}")
     return DecodingDefaults(
         settings=settings,
         sampling=Sampling(**sampling),

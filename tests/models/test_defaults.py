@@ -124,6 +124,14 @@ def test_sampling_as_the_file_says(
     assert found.sampling.temperature == temperature and found.sampling.top_k == 0
 
 
+def test_what_the_file_has_and_effuse_does_not_take_is_shown(tmp_path: Path) -> None:
+    stated = {"repetition_penalty": 1.3, "min_p": 0.2, "presence_penalty": 0, "top_k": 20}
+    found = defaults(tmp_path, "fast_dllm_v2", stated)
+    assert (found.sampling.repetition_penalty, found.sampling.min_p) == (1, 0)
+    names = [name for name, source in found.sources if source == f"effuse, not {GENERATION}"]
+    assert names == ["min_p", "repetition_penalty"]
+
+
 def test_a_checkpoint_may_state_that_its_tokens_are_edited(tmp_path: Path) -> None:
     assert not defaults(tmp_path, "sdar").settings.edits_tokens
     found = defaults(tmp_path, "sdar", {"editing_threshold": 0.5})
