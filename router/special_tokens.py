@@ -4,8 +4,8 @@ Special tokens are structure to a model: the end of a message, the role of a spe
 checkpoint's template may add them, and those that a client spells stay text, unless it asks for
 them to be parsed. Before a template gets a client's strings, the first character of every special
 token that they spell is exchanged for a stand-in. The rendered text is cut at its special tokens,
-which are the template's, and in the text between them the characters come back. Lengths, white
-space and everything else that a template looks at stay the same."""
+which are the template's, and in the text between them the characters come back. Lengths and white
+space stay the same, but a template that searches text for a special token does not find it."""
 
 from __future__ import annotations
 
