@@ -130,8 +130,10 @@ class AnswerRun:
             prospect = fleet.prospect(need)
             if prospect is Prospect.NONE:
                 raise self._unavailable(what_is_missing(fleet.candidates(), need))
-            if prospect is Prospect.WORKER:
-                setbacks = request.attempts.setbacks
+            setbacks = request.attempts.setbacks
+            if prospect is not Prospect.WORKER:
+                setbacks.stalled_at = None
+            else:
                 if setbacks.stalled_at is None:
                     setbacks.stalled_at = router.seats.stalled_since(request)
                 stalled_s = router.now() - setbacks.stalled_at

@@ -119,7 +119,7 @@ class Setbacks:
 
     num_losses: int = 0
     losses_in_a_row: int = 0  # without a new block in between
-    stalled_at: float | None = None  # no worker could go on with it, nor has since
+    stalled_at: float | None = None  # since when it waits for a worker to go on with it
     # Most requests meet with nothing, so none has an empty dict of its own.
     refusals: Mapping[str, int] = field(default_factory=lambda: _NOTHING)  # by worker and reason
     _losses: tuple[str, ...] = ()
@@ -142,6 +142,7 @@ class Setbacks:
             self._losses = (*self._losses[1 - NAMED_LOSSES :], text)
         if failure.outcome in (FailureKind.LOST, FailureKind.FAILED):
             self.losses_in_a_row += 1
+            self.stalled_at = None  # its time there was no wait, and such losses have a bound
             earlier, _ = self._failures.get(life, (0, 0.0))
             pause_s = min(PAUSE_S * 2.0**earlier, MOST_PAUSE_S)
             self._failures = {**self._failures, life: (earlier + 1, now + pause_s)}

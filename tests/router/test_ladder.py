@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 from router.asking import ask
-from router.fake_model import worker_record
+from router.fake_model import ids_of, worker_record
 from router.fake_workers import raises
 from router.fakes import FakeFleet, run, until
+from router.test_recovery import start_anew
 
 from effuse.protos import errors
 from effuse.router.failures import (
@@ -164,3 +166,44 @@ def test_who_gives_up_waiting_leaves_no_debt_to_others(monkeypatch: pytest.Monke
         assert budget.left(now) == before
 
     run(body, num_prefill=0, retry_share=0.0)
+
+
+@pytest.mark.parametrize("point", ["start", "verified", "seat"])
+def test_time_on_a_worker_or_without_a_seat_is_no_wait_for_a_worker(point: str) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        (worker,) = fleet.decode
+        worker.others = [ids_of("another answer")]
+        capacity = msgspec.structs.replace(worker.record.capacity, max_num_seqs=1)
+        worker.record = msgspec.structs.replace(worker.record, capacity=capacity)
+        await fleet.announce()
+        reached, go = asyncio.Event(), asyncio.Event()
+
+        async def end() -> None:
+            worker.is_starting = True
+            raise errors.PeerLost("unreachable")
+
+        async def end_later() -> None:
+            reached.set()
+            await go.wait()
+            await end()
+
+        def is_waiting() -> bool:
+            stalled = fleet.metric("effuse_num_requests_stalled", reason="worker")
+            return asking.done() or stalled == num_answers
+
+        num_answers = 2 if point == "seat" else 1
+        worker.at["commit 1"] = end
+        asking = asyncio.create_task(ask(fleet, n=num_answers))
+        await until(is_waiting)
+        await start_anew(fleet, worker, "2")
+        worker.at["commit 3" if point == "seat" else point] = end_later
+        await reached.wait()
+        await until(lambda: point != "seat" or fleet.is_waiting("seat"))
+        now = fleet.router.now
+        fleet.router.now = fleet.router.seats._now = lambda: now() + 100.0
+        go.set()
+        await until(is_waiting)
+        await start_anew(fleet, worker, "3")
+        assert (await asking).text == "the answer is three"
+
+    run(body, num_prefill=0)
