@@ -172,13 +172,11 @@ class AnswerRun:
         needs_decode = request.asked.settings.is_canvas or request.attempts.in_pool
         alone, attempts = self._kinds_alone(), request.attempts
         is_first = bool(attempts.group) and not attempts.count
+        now, sizes = self._router.now(), request.prompt.sizes
+        need = fleet.need(request.asked.model.name, on_decode_only=needs_decode, sizes=sizes)
         return replace(
-            fleet.need(
-                request.asked.model.name,
-                on_decode_only=needs_decode,
-                sizes=request.prompt.sizes,
-            ),
-            excluded=attempts.setbacks.avoided(self._router.now()),
+            need,
+            excluded=attempts.setbacks.avoided(now),
             fingerprint=request.answer.fingerprint if request.answer.token_ids else None,
             holder=request.holder if alone else None,
             alone=alone,
@@ -186,6 +184,7 @@ class AnswerRun:
             beside=attempts.beside if is_first else None,
             num_answers=request.asked.num_answers if is_first and not request.index else 1,
             prompt=self._prompt_cost(),
+            by_pool=need.by_pool and attempts.pool_from <= now,
         )
 
     def _prompt_cost(self) -> PromptCost:

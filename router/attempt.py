@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from effuse.placement.records import WorkerRecord
 from effuse.protos.channels import filled
-from effuse.protos.errors import EffuseError, PeerLost, Refused
+from effuse.protos.errors import EffuseError, PeerLost, Refused, Unreserved
 from effuse.router.calls import DecodeCall, PrefillCall, read_message
 from effuse.router.client import ClientGone, Listener, commit_of, draft_of, progress_of
 from effuse.router.failures import Failure, FailureKind, judge
@@ -31,6 +31,9 @@ from effuse.v1.generation_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, F
 REPORT_S: Final = 1.0
 """How long a decode worker that receives no pages may take to report its own loss. Its writer often
 learns of that first, on busy cores by 0.4 s."""
+POOL_S: Final = 5.0
+"""How long a request takes only links after the pool has not taken its prompt. Each try computes
+the prompt again."""
 
 
 class Attempt:
@@ -147,10 +150,18 @@ class Attempt:
 
     async def _send_to_pool(self, prefill: WorkerRecord) -> bool:
         """Returns once the prompt is computed: whether the pool has it. Otherwise its pages wait
-        for a reservation."""
-        call = await self._send_prompt(prefill)
+        for a reservation, if a link may take them."""
+        call, attempts = await self._send_prompt(prefill), self._request.attempts
         try:
-            return await call.is_in_pool()
+            if await call.is_in_pool():
+                return True
+            attempts.pool_from = self._router.now() + POOL_S
+            # Not the record that attempts hold, which is without links.
+            found = (one for one in self._router.fleet.records() if one.life == prefill.life)
+            if not next(found, prefill).may_push_to(self._placement.decode):
+                call.failure = Unreserved("the pool did not take the prompt, and no link may")
+                raise call.failure
+            return False
         except EffuseError:
             self._is_broken_off = True
             raise

@@ -115,7 +115,7 @@ class AttemptNeeds(Struct, frozen=True, kw_only=True):
     def key(self) -> Hashable:
         sets = map(frozenset, (self.excluded, self.broken, self.doubtful, self.alone))
         facts = self.model, self.mode, self.fingerprint, self.holder, self.beside, self.num_answers
-        return (*facts, self.sizes, *sets)
+        return (*facts, self.sizes, self.by_pool, *sets)
 
 
 class Placement(Struct, frozen=True):

@@ -167,6 +167,7 @@ class AnswerAttempts:
     setbacks: Setbacks = field(default_factory=Setbacks)
     is_patient: bool = False  # prefill waits for decode from now on
     in_pool: bool = False  # a pool has the prompt's KV, so that no other worker computes it
+    pool_from: float = 0.0  # when a pool may get its prompt, of which one has not taken it
     alone: Collection[Kind] = ()  # kinds of work beside which nothing else runs in a worker
     alone_since: float | None = None  # when it began to wait for such workers
 

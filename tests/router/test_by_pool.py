@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 import redis_server
-from router.fakes import FakeFleet, run
+from router.asking import failure
+from router.fake_workers import holds, once, raises
+from router.fakes import FakeFleet, run, until
 from router.test_rungs import TEXT, ask
 
 from effuse.placement.records import Link, Load, WorkerRecord
+from effuse.protos import errors
+from effuse.router import answer as answers
+from effuse.router import attempt
 from effuse.router.policy import AttemptNeeds, Candidate, InFlight, place, what_is_missing
 
 
@@ -41,6 +48,7 @@ def test_workers_that_share_a_pool_need_no_link(
     placed = place([Candidate(record=warm, in_flight=InFlight()), workers[1]], need)
     assert placed is not None and placed.prefill is not None
     assert placed.by_pool is bool(expected)
+    assert need.key != msgspec.structs.replace(need, by_pool=not need.by_pool).key
 
 
 async def share_pool(fleet: FakeFleet) -> None:
@@ -72,6 +80,52 @@ def test_a_prompt_that_the_pool_did_not_get_is_handed_over() -> None:
         assert request.HasField("remote") and len(fleet.prefill[0].prompts) == 1
 
     run(body, kv_mode="pool")
+
+
+def test_after_the_pool_did_not_get_a_prompt_its_pages_come_first_over_a_link() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await share_pool(fleet)
+        (prefill,), (decode,) = fleet.prefill, fleet.decode
+        prefill.pool_works, go = False, asyncio.Event()
+        prefill.at["computed"] = once(raises(errors.Unreserved("no pages in time")))
+        decode.at["start"] = holds(go)
+        asking = asyncio.create_task(ask(fleet))
+        await until(lambda: any(one.attempt.attempt == 2 for one in decode.requests))
+        assert len(prefill.prompts) == 1
+        go.set()
+        assert (await asking).text == TEXT
+
+    run(body, kv_mode="pool", prefill="remote")
+
+
+@pytest.mark.parametrize("rate", [1e8, None])
+def test_a_prompt_that_the_pool_did_not_get_takes_no_link_that_may_not_have_it(
+    rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that is too slow is refused. A cold one is waited for, and the pool tried again."""
+    monkeypatch.setattr(attempt, "POOL_S", 0.3)
+    monkeypatch.setattr(answers, "LOOK_S", 0.05)
+
+    async def body(fleet: FakeFleet) -> None:
+        (prefill,), (decode,) = fleet.prefill, fleet.decode
+        links = () if rate is None else (Link("d0", decode.record.incarnation, "tcp", rate),)
+        prefill.record = msgspec.structs.replace(
+            prefill.record, links=links, min_handoff_gbps=10.0, warms_links=True
+        )
+        await share_pool(fleet)
+        prefill.pool_works = False
+        if rate is not None:
+            error = await failure(ask(fleet))
+            assert type(error) is errors.Unavailable and "--min-handoff-gbps" in error.message
+            assert not decode.requests and not fleet.router.fleet.standing.suspects()
+            return
+        asking = asyncio.create_task(ask(fleet))
+        await until(lambda: fleet.is_waiting("worker"))
+        prefill.pool_works = True
+        assert (await asking).stats.connector == "pool"
+        assert len(prefill.prompts) == 2 and len(decode.requests) == 1
+
+    run(body, kv_mode="pool", prefill="remote")
 
 
 @pytest.mark.parametrize("point", ["start", "reserved", "commit 0", "commit 1"])
