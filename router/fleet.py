@@ -381,10 +381,8 @@ class AttemptShare:
     def end_prompt(self) -> None:
         """The prompt's KV is complete."""
         had_own = self._decode.to_prefill > 0
-        self.take(
-            replace(self._decode, to_prefill=0, answers=1), replace(self._prefill, to_prefill=0)
-        )
-        if had_own:
+        self.take(replace(self._decode, to_prefill=0, answers=1), IDLE)
+        if had_own or self._fleet.num_alone:  # for which its prefill worker may be empty now
             self._fleet.announce_change()
 
 

@@ -17,7 +17,7 @@ from effuse.protos.rpc import FLEET_KEEPALIVE, Keepalive
 from effuse.router.calls import Peers
 from effuse.router.failures import Failure, FailureKind
 from effuse.router.fleet import RoutedFleet
-from effuse.router.policy import InFlight, Pair, Placement, Prospect
+from effuse.router.policy import Holder, InFlight, Pair, Placement, Prospect
 
 
 def worker(worker_id: str) -> WorkerRecord:
@@ -210,15 +210,18 @@ def test_attempts_at_one_life_hold_one_record_without_what_changes() -> None:
     assert other.decode.role == "both" and other.prefill is None
 
 
-def test_a_prompt_is_queued_at_its_prefill_worker_until_its_kv_is_complete() -> None:
+def test_a_prompt_is_at_its_prefill_worker_until_its_kv_is_complete() -> None:
     async def main() -> None:
         fleet = RoutedFleet(View(), "auto", lambda: 0.0)
         prefill, decode = worker("p0"), worker("d0")
         with fleet.counted(Placement(decode, prefill), 100, 20) as share:
             assert fleet._in_flight[prefill.life].to_prefill == 100
+            fleet._kept[prefill.life] = Holder("digest", "a request that waits for it")
+            changed = fleet._changed
             share.end_prompt()
+            assert changed.is_set()
             share.end_prompt()
-            assert fleet._in_flight[prefill.life] == InFlight(prompts=1, placed=1)
+            assert fleet._in_flight[prefill.life] == InFlight(placed=1)
             assert fleet._in_flight[decode.life].tokens == 120
         assert fleet._in_flight[prefill.life] == InFlight(placed=1)
         assert fleet._in_flight[decode.life] == InFlight(placed=1)
