@@ -350,7 +350,8 @@ class Attempt:
         return self._judge(prefill.failure, prefill.worker)
 
     def _judge(self, error: EffuseError, worker: WorkerRecord) -> Failure:
-        is_handoff = self._request.answer.state is State.PREFILLING
+        is_prefilling = self._request.answer.state is State.PREFILLING
+        is_handoff = is_prefilling and self._writer is not None
         return judge(error, worker, self._placement, is_handoff=is_handoff)
 
     def _end_calls_now(self) -> None:

@@ -149,6 +149,17 @@ def test_a_decode_worker_that_dies_costs_no_second_prefill(point: str) -> None:
     run(body, kv_mode="pool", num_decode=2)
 
 
+def test_a_failure_of_the_decode_worker_is_no_handoff_of_a_prompt_in_the_pool() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await share_pool(fleet)
+        fleet.decode[0].at["reserved"] = once(raises(errors.Aborted("a failed forward")))
+        assert (await ask(fleet)).text == TEXT
+        standing = fleet.router.fleet.standing
+        assert not standing.doubtful_pairs() and ("d0", "1") in standing.suspects()
+
+    run(body, kv_mode="pool", prefill="remote")
+
+
 def test_a_prefill_worker_that_dies_before_the_pool_has_its_prompt_is_replaced() -> None:
     async def body(fleet: FakeFleet) -> None:
         await share_pool(fleet)
