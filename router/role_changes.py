@@ -191,7 +191,7 @@ class RoleDriver:
             return
         resting = [life for life, (_, until) in self._failed.items() if until > now]
         bears = f"{named(plan)} sustain {plan.rate:.3g} requests a second"
-        why = bears if plan.rate else "no worker writes answers"
+        why = bears if plan.rate else "no worker does some kind of work"
         asked = changes(plan, records, resting)
         await asyncio.gather(*(self._change(one, why) for one in asked))
 

@@ -70,6 +70,7 @@ class HeldPlan:
 class ModelPlan:
     """One model: its measurements, and its plans once there are enough of them."""
 
+    mode: PrefillMode = "auto"
     load: LoadLog = field(default_factory=LoadLog)
     measured: Measured = field(default_factory=Measured)
     workload: Workload | None = None  # of this router
@@ -81,12 +82,17 @@ class ModelPlan:
 
     @property
     def due(self) -> Split | None:
-        """The roles to carry out. Before there is a plan only one worker for answers, if there is
-        none: without answers nothing is measured, so no plan would ever be made."""
+        """The roles to carry out. Before there is a plan only one worker for a kind of work that
+        requests lack: without answers nothing is measured, so no plan would ever be made."""
         if self.planner is not None:
             return self.roles.plan
-        is_stuck = self.records and not any(one.does("decode") for one in self.records)
-        return Split(len(self.records) - 1, 1) if is_stuck else None
+        records, rest = self.records, len(self.records) - 1
+        if records and not any(one.does("decode") for one in records):
+            return Split(rest, 1)
+        needs_prefill = self.mode == "remote" and rest > 0
+        if needs_prefill and not any(one.does("prefill") for one in records):
+            return Split(1, rest)
+        return None
 
     def follow(self, present: tuple[int, int], now: float, fixed: tuple[int, int] = (0, 0)) -> None:
         """Moves both plans on. `present`: the prefill and decode workers that there are; `fixed`:
@@ -182,7 +188,7 @@ class Steering:
         self._looked_at = float("-inf")
 
     def of(self, model: str) -> ModelPlan:
-        return self.models.setdefault(model, ModelPlan())
+        return self.models.setdefault(model, ModelPlan(self._mode))
 
     def goals(self, model: str) -> Goals:
         """The router's objectives for one request: a relative gap is of those measured so far. One

@@ -11,9 +11,10 @@ from router.fake_model import worker_record
 from router.fakes import FakeFleet, run
 from router.test_planner import EVEN, LOAD
 
-from effuse.placement.records import RouterRecord, decode, encode
+from effuse.placement.records import Role, RouterRecord, decode, encode
 from effuse.protos.channels import monitor_stub
 from effuse.router.planner import MOST_COST, Objectives, Planner, Split, Workload
+from effuse.router.policy import PrefillMode
 from effuse.router.steering import (
     AFTER_S,
     FULL_AFTER_S,
@@ -266,6 +267,25 @@ def test_prompts_can_be_cut_whatever_roles_workers_have_now() -> None:
         cut = [msgspec.structs.replace(one, model=causal) for one in records]
         assert _piece(cut) == 512
         assert _piece(records) == 0, "bidirectional prompts cannot"
+
+
+@pytest.mark.parametrize(
+    ("mode", "role", "wanted"),
+    [
+        ("remote", "decode", (1, 2)),
+        ("remote", "both", None),
+        ("remote", "prefill", (2, 1)),
+        ("auto", "decode", None),
+    ],
+)
+def test_a_kind_of_work_without_a_worker_gets_one_before_there_is_a_plan(
+    mode: PrefillMode, role: Role, wanted: tuple[int, int] | None
+) -> None:
+    one = Steering(GAP, mode, lambda: 0.0).of("fake")
+    one.records = [worker_record(f"w{number}", role) for number in range(3)]
+    assert (one.due and one.due.roles) == wanted
+    one.records = [worker_record("w0", "decode")]
+    assert one.due is None, "it alone could not do both"
 
 
 def test_a_plan_needs_measurements() -> None:
