@@ -19,6 +19,7 @@ from effuse.placement.records import WorkerRecord
 from effuse.router.measures import Goals, LoadLog, Measured
 from effuse.router.planner import (
     HEADROOM,
+    MOST_WORKERS,
     Objectives,
     Planner,
     Split,
@@ -126,6 +127,7 @@ class ModelPlan:
 
     def _follow_desired(self, planner: Planner, now: float) -> None:
         held, rate = self.desired, max(LEAST_RATE, planner.workload.rate) / HEADROOM
+        rate = min(rate, planner.within_reach().best(MOST_WORKERS).rate)  # what workers sustain
         planner = planner.within_cost(rate)
         if held.plan is None:
             held.plan = planner.least(rate)

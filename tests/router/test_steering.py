@@ -13,7 +13,7 @@ from router.test_planner import EVEN, LOAD
 
 from effuse.placement.records import Role, RouterRecord, decode, encode
 from effuse.protos.channels import monitor_stub
-from effuse.router.planner import MOST_COST, Objectives, Planner, Split, Workload
+from effuse.router.planner import MOST_COST, MOST_WORKERS, Objectives, Planner, Split, Workload
 from effuse.router.policy import PrefillMode
 from effuse.router.steering import (
     AFTER_S,
@@ -170,6 +170,13 @@ def test_desired_workers_are_bounded_as_prompts_come_near_to_the_objective() -> 
             day.spend(1, load(30, prompt=float(tokens)))
             needed.append(sum(day.desired))
         assert needed[1] <= needed[0] <= MOST_COST * needed[1]
+
+
+def test_a_load_that_no_number_of_workers_sustains_gets_the_most_of_them() -> None:
+    """An error would leave all models behind it without plans."""
+    day = Day((2, 2))
+    day.spend(AFTER_S + 2, load(1e9, prompt=3000.0))
+    assert day.roles == (3, 1) and sum(day.desired) > MOST_WORKERS / 2
 
 
 @pytest.mark.parametrize("rate", [16.0, 31.9, 47.9, 160.0])
