@@ -122,7 +122,7 @@ BUGS: dict[str, tuple[str, Any, str]] = {
     ),
     "peers of before": (
         "ZMQ and CURVE handshakes",
-        patch.object(zmq_sockets, "_descriptor_of", descriptor_of),
+        patch.object(zmq_sockets, "descriptor_of", descriptor_of),
         "ZMQError",
     ),
 }  # fmt: skip
