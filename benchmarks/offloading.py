@@ -154,9 +154,11 @@ class Bench:
                 time.sleep(_WAIT_S)
 
     def _evict(self) -> None:
-        """Waits until all units are saved, and empties the pool."""
+        """Waits until all units are saved, and written if a store keeps each; empties the pool."""
         while self.cache.is_copying or self.cache._due:
             self.engine.step()
+        while self._below.writing or self._below.due:
+            self.tiers.poll()
         pages = self.pool.allocate_committed(self.pool.num_free)
         assert pages is not None
         self.pool.release(pages)
