@@ -251,10 +251,13 @@ def test_pages_of_a_failed_forward_are_free_once_its_queued_layers_have_ended(
         made.start("a", PROMPT)
         made.settle()
         assert [failed.attempt for failed in made.take(Failed)] == [attempt_of("a")]
+        made.time += 1.0
         assert made.pool.num_free == made.pool.num_pages - len(PROMPT) // BLOCK
         device.end()
         made.settle()
         assert made.pool.num_free == made.pool.num_pages
+        assert not made.engine.num_tokens
+        assert not made.engine.table.computing_rate.seconds(len(PROMPT)), "nothing was computed"
         made.start("b", PROMPT)
         device.end()
         made.settle()
