@@ -54,9 +54,13 @@ def product_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)  # those that read a stage
-    ended = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for consumer in gl.static_range(2):
-        mbarrier.init(ended.index(consumer), count=1)
+    ended = empty
+    if CONSUMERS == 1:
+        # Not otherwise: the compiler gives the memory of a barrier that nobody waits for to values,
+        # and a GPU that interrupts a kernel for another process writes the barrier over them.
+        ended = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for consumer in gl.static_range(2):
+            mbarrier.init(ended.index(consumer), count=1)
     memory = (held, parts, full, empty, ended)
     spans = (num_columns, num_rows, steps, shares)
     target = (bias, has_bias, out, rows, columns)

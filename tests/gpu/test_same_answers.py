@@ -4,6 +4,10 @@ depth, with random weights, in one decode engine on a Hopper GPU. `e2e.same_answ
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -36,6 +40,19 @@ SHAPES = {
     "dream": (DREAM_7B, DecodeSettings(algorithm="d2f", denoising_steps=32, window=WINDOW)),
     "mini": (LLADA2_MINI, DecodeSettings(algorithm="block_diffusion", denoising_steps=32)),
 }
+
+NEIGHBOUR = """
+import select, sys, torch
+x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+print("ready", flush=True)
+count = 0
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for _ in range(20):
+        torch.mm(x, x)
+    torch.cuda.synchronize()
+    count += 20
+print(count, flush=True)
+"""
 
 Answers = dict[str, list[int]]
 
@@ -117,3 +134,34 @@ def test_answers_alone_equal_those_beside_others(shape: str, *, batch_invariant:
     print(f"{shape}, batch_invariant={batch_invariant}: {differ} of {COUNT} differ")
     # Without the mode an answer changes: so the comparison finds changes.
     assert any(differ) != batch_invariant
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Other processes that compute on the same GPU, so that kernels are interrupted."""
+    command = [sys.executable, "-P", "-c", NEIGHBOUR]
+    pipe = subprocess.PIPE
+    running = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(count)]
+    try:
+        for one in running:
+            assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        yield
+        counts = [int(one.communicate("\n", timeout=60)[0]) for one in running]
+        print(f"{counts} products of the neighbours")
+        assert all(counts), "each has computed meanwhile"
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+
+def test_answers_beside_other_processes_equal_those_without() -> None:
+    """A GPU saves and restores a kernel that it interrupts. That writes barriers back, also over
+    other values that lie in their place by now."""
+    config, settings = SHAPES["mini"]
+    asked = asked_of(config, settings)
+    served = Served(replace(config), batch_invariant=True)
+    alone = served.answers(asked, 8)
+    with neighbours(2):
+        beside = [served.answers(asked, at_once) for at_once in (1, 8)]
+    assert all(one == alone for one in beside)

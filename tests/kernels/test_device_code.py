@@ -13,6 +13,8 @@ import pytest
 from operators import child
 from operators.device_code import DeviceCode
 
+from effuse.kernels import products_hopper
+
 Codes = list[tuple[str, DeviceCode]]
 Compiled = Callable[[str], Codes]
 
@@ -109,6 +111,16 @@ def test_products_alike_for_all_numbers_of_rows_are_on_wgmma(compiled: Compiled)
     for variant, code in codes:
         assert code.count("HGMMA") >= 4 and code.count("HMMA") == 0, (variant, str(code))
         assert code.count("UTMALDG") >= 2, (variant, str(code))
+
+
+def test_products_initialise_no_barrier_that_nobody_waits_for(compiled: Compiled) -> None:
+    """The compiler would give its memory to values as well, and a GPU that interrupts the kernel
+    writes it back over them. A stage has two barriers; two consumers that take turns have two."""
+    tiles = {f"{tile.rows}x{tile.consumers}": tile for tile in products_hopper.TILES}
+    for variant, code in compiled("products"):
+        tile = tiles[variant.partition(" ")[0]]
+        expected = 2 * tile.stages + 2 * (tile.consumers == 1)
+        assert code.count("SYNCS.EXCH") == expected, (variant, str(code))
 
 
 def test_experts_alike_for_all_numbers_of_picks_are_on_wgmma(compiled: Compiled) -> None:
