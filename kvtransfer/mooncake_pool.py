@@ -151,23 +151,35 @@ class _Batches(Generic[_Asked, _Result]):
         go together, or fewer if they move `MOST_BYTES` by their `size`."""
         self._threads, self._run, self._most, self._size = threads, run, most, size
         self.waiting: SimpleQueue[tuple[_Asked, Future[_Result]]] = SimpleQueue()
+        self._lock, self._is_due = Lock(), False  # whether a thread is about to take those
 
     def submit(self, asked: _Asked) -> "Future[_Result]":
         result: Future[_Result] = Future()
         self.waiting.put((asked, result))
-        self._threads.submit(self.run_some)
+        self._call_thread()
         return result
 
+    def _call_thread(self) -> None:
+        """One call for all that wait, because each wakes a thread."""
+        with self._lock:
+            is_due, self._is_due = self._is_due, True
+        if not is_due:
+            self._threads.submit(self.run_some)
+
     def run_some(self) -> None:
-        """Those that wait; there may be none, because earlier ones were made with others."""
+        """Those that wait, as many as go together."""
         batch: list[tuple[_Asked, Future[_Result]]] = []
         num_bytes = 0
+        with self._lock:
+            self._is_due = False
         with suppress(Empty):
             while len(batch) < self._most and num_bytes < MOST_BYTES:
                 one = self.waiting.get_nowait()
                 if one[1].set_running_or_notify_cancel():
                     batch.append(one)
                     num_bytes += self._size(one[0])
+        if not self.waiting.empty():
+            self._call_thread()
         if not batch:
             return
         try:

@@ -6,15 +6,18 @@ The stand-in keeps objects in files. It fails and stands still like the real one
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +25,8 @@ from kvtransfer.pool_user import FACTS, KEYS, PoolUser
 
 from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer import mooncake_pool
-from effuse.kvtransfer.stores import UnitFacts
+from effuse.kvtransfer.mooncake_pool import _Batches
+from effuse.kvtransfer.stores import Threads, UnitFacts
 
 STAND_IN = """
 import ctypes, os
@@ -141,6 +145,30 @@ def test_many_units_come_at_once(user: PoolUser) -> None:
     assert {load.result(20) for load in loads} == {FACTS}
     assert torch.equal(user.slots[8:14], user.slots[:6])
     assert isinstance(missing.exception(20), FileNotFoundError)
+
+
+def test_calls_beyond_those_that_go_together_go_next() -> None:
+    """And calls that wait together wake one thread."""
+    began, goes_on = Event(), Event()
+    runs: list[list[int]] = []
+
+    def run(asked: Sequence[int]) -> list[int]:
+        runs.append(list(asked))
+        began.set()
+        assert goes_on.wait(10)
+        return [-one for one in asked]
+
+    with contextlib.closing(Threads(1)) as threads:
+        wakes = Mock(wraps=threads.submit)
+        threads.submit = wakes  # type: ignore[method-assign]
+        batches = _Batches(threads, run, most=3)
+        results = [batches.submit(0)]
+        assert began.wait(10)
+        results += [batches.submit(number) for number in range(1, 8)]
+        goes_on.set()
+        assert [one.result(10) for one in results] == [-number for number in range(8)]
+    assert runs == [[0], [1, 2, 3], [4, 5, 6], [7]]
+    assert wakes.call_count == len(runs)
 
 
 def test_many_searches_at_once_have_their_own_results(home: Path, user: PoolUser) -> None:
