@@ -1,10 +1,12 @@
-"""What an installation may lack, and the error messages: the modules of an extra, or files that Git
-LFS did not fetch (a clone without git-lfs has pointers of three lines instead).
+"""The start of a program, and what an installation may lack: the modules of an extra, or files that
+Git LFS did not fetch (a clone without git-lfs has pointers of three lines instead).
 
 pyproject.toml has the same list of modules, and a test compares the two.
 """
 
 import gc
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +58,10 @@ def explaining(program: str, extra: Extra, *needed: str) -> Iterator[None]:
     body imports, belongs to an extra that is not installed.
 
     The garbage collector does not run meanwhile, and never searches what the body imports: that
-    would take an eighth of the start."""
+    would take an eighth of the start. Until the program has a handler of its own, SIGTERM ends it,
+    also as the first process of a container, for which the kernel would ignore it."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     gc.disable()
     try:
         for name in needed:

@@ -6,6 +6,7 @@ import ast
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -136,6 +137,24 @@ def test_programs_collect_no_garbage_while_they_import(monkeypatch: pytest.Monke
     with explaining("effuse-router", "server"):
         assert calls == ["disable"]
     assert calls == ["disable", "freeze", "enable"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(1, 128 + signal.SIGTERM), (2, -signal.SIGTERM)])
+def test_the_first_process_of_a_container_ends_while_it_starts(number: int, status: int) -> None:
+    """The kernel ignores a signal for it that has no handler. Others end by the signal."""
+    code = f"""
+import os
+os.getpid = lambda: {number}
+from effuse.config.extras import explaining
+with explaining("effuse-router", "server"):
+    print("starts", flush=True)
+    input()
+"""
+    command, pipe = [sys.executable, "-P", "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "starts\n"
+        process.terminate()
+        assert process.wait(20) == status
 
 
 def test_messages_about_extras_know_what_these_install() -> None:
