@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter as Counts
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate, product
 from typing import Final, get_args
 
@@ -196,8 +196,16 @@ class PlanMetrics:
         self.changes = metrics.counter(
             "role_changes", "Changes of roles that this router asked for", MODEL, "to", "result"
         )
+        self._shown: set[str] = set()
 
     def show(self, plans: Mapping[str, ModelPlan]) -> None:
+        for model in self._shown - plans.keys():
+            for gauge, role in product((self._planned, self._desired), get_args(Role)):
+                with suppress(KeyError):
+                    gauge.remove(model, role)
+            with suppress(KeyError):
+                self._share.remove(model)
+        self._shown = set(plans)
         for model, one in plans.items():
             for gauge, held in ((self._planned, one.roles.plan), (self._desired, one.desired.plan)):
                 for role, number in zip(get_args(Role), held.roles if held else (), strict=False):

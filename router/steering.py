@@ -45,6 +45,9 @@ better then. Requests that other roles would sustain are late, so less is enough
 BUSY: Final = 0.6
 """Share of the load that present roles sustain, below which they stay: others would gain nothing.
 """
+ENDED_S: Final = 600.0
+"""How long a model has no worker and no request before it counts as one that is not served any
+more. Then a scaler gets no figure of it."""
 LEAST_RATE: Final = 1e-6
 """Requests a second for which a fleet without load is planned."""
 
@@ -80,6 +83,7 @@ class ModelPlan:
     desired: HeldPlan = field(default_factory=HeldPlan)
     records: Sequence[WorkerRecord] = ()  # of its ready workers
     notes: Sequence[str] = ()  # how its roles are carried out, for operators
+    used_s: float = 0.0  # when it last had a worker or a request
 
     @property
     def due(self) -> Split | None:
@@ -190,7 +194,10 @@ class Steering:
         self._looked_at = float("-inf")
 
     def of(self, model: str) -> ModelPlan:
-        return self.models.setdefault(model, ModelPlan(self._mode))
+        """The plan of a model that a request names."""
+        one = self.models.setdefault(model, ModelPlan(self._mode))
+        one.used_s = self._now()
+        return one
 
     def goals(self, model: str) -> Goals:
         """The router's objectives for one request: a relative gap is of those measured so far. One
@@ -220,8 +227,13 @@ class Steering:
             return False
         self._looked_at = now
         ready = [c.record for c in candidates if c.condition is Condition.READY]
-        for name, one in self.models.items():
+        for name, one in list(self.models.items()):
             records = [record for record in ready if record.model.name == name]
+            if records or waiting.get(name):
+                one.used_s = now
+            elif now - one.used_s > ENDED_S:
+                del self.models[name]
+                continue
             one.measured.keep_lives([record.life for record in records])
             one.workload = one.load.workload(
                 now, hits=one.measured.hits, waiting=waiting.get(name, 0)

@@ -13,10 +13,12 @@ from router.test_planner import EVEN, LOAD
 
 from effuse.placement.records import Role, RouterRecord, decode, encode
 from effuse.protos.channels import monitor_stub
+from effuse.router.metrics import RouterMetrics
 from effuse.router.planner import MOST_COST, MOST_WORKERS, Objectives, Planner, Split, Workload
-from effuse.router.policy import PrefillMode
+from effuse.router.policy import Candidate, Condition, PrefillMode
 from effuse.router.steering import (
     AFTER_S,
+    ENDED_S,
     FULL_AFTER_S,
     SHRINK_S,
     ModelPlan,
@@ -211,6 +213,32 @@ def test_other_routers_are_part_of_the_load() -> None:
     assert one.planner.workload.rate == pytest.approx(10.0, rel=0.1)
     assert one.planner.workload.prompt == pytest.approx(250, rel=0.1)
     assert not steering.look([], {})  # not again in the same second
+
+
+def test_a_model_that_is_not_served_any_more_has_no_plan_and_no_figure() -> None:
+    """Otherwise a scaler would keep a worker for it. One that is asked for may come back."""
+    now, worker = 0.0, worker_record("w0", "decode")
+    steering, metrics = Steering(GAP, "auto", lambda: now), RouterMetrics()
+    labels = {"model_name": "fake", "worker_role": "decode"}
+
+    def after(seconds: float, *workers: Candidate, waiting: int = 0) -> float | None:
+        nonlocal now
+        now += seconds
+        assert steering.look(workers, {"fake": waiting})
+        metrics.plans.show(steering.models)
+        return metrics.value("effuse_desired_workers", labels)
+
+    one = steering.of("fake")
+    one.desired.plan = one.roles.plan = Planner(EVEN, LOAD, GAP).split(0, 1)
+    ready = Candidate(worker, Condition.READY)
+    assert after(2 * ENDED_S, ready) == 1
+    assert after(ENDED_S) == 1
+    assert after(1, waiting=1) == 1
+    assert after(ENDED_S) == 1
+    steering.of("fake")  # by a request
+    assert after(ENDED_S) == 1
+    assert after(1) is None
+    assert not steering.models
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
