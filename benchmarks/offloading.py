@@ -187,7 +187,7 @@ class Bench:
             for one in reads:
                 one.result()
 
-        ways = [
+        ways: list[tuple[list[float], Callable[[], float]]] = [
             (self.times.read, lambda: elapsed_ms(read)),
             (self.times.bare_read, lambda: self._bare.read_ms(keys)),
         ]

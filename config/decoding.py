@@ -280,6 +280,20 @@ class DecodeSettings(BlockRules, frozen=True, kw_only=True):
         return self.window if ALGORITHMS[self.algorithm].has_window else 1
 
 
+def used(settings: DecodeSettings) -> DecodeSettings:
+    """Without settings of other algorithms that some code obeys whatever the algorithm is. Raises
+    SettingError for an order of unmasking that has no number in a device's slots."""
+    traits = ALGORITHMS[settings.algorithm]
+    has_number = not traits.orders or settings.remasking in traits.orders
+    if traits.slot_program is not None and not has_number:
+        form = f"one of {', '.join(traits.orders)} with {settings.algorithm}"
+        raise SettingError("remasking", form, settings.remasking)
+    plain = DecodeSettings(algorithm=settings.algorithm, denoising_steps=settings.denoising_steps)
+    names = {"remasking", "cache", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf"}
+    unused = names.difference(traits.settings)
+    return msgspec.structs.replace(settings, **{name: getattr(plain, name) for name in unused})
+
+
 class DecodingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """A model's defaults for the settings that a request leaves out.
 

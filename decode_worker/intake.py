@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from effuse.config.decoding import SettingError, used
 from effuse.decode_worker.denoise import AnswerEnd, StepOutcome
 from effuse.decode_worker.request import BlockCost, DecodeRequest
 from effuse.decode_worker.scheduler import DecodeLimits, check_fits
@@ -157,7 +158,11 @@ class Intake:
                 f"got {message.settings.denoising_steps}",
                 "decoding.denoising_steps",
             )
-        canvas = message.settings.is_canvas
+        try:
+            settings = used(message.settings)
+        except SettingError as error:
+            raise RequestError(str(error), f"decoding.{error.name}") from None
+        canvas = settings.is_canvas
         request = DecodeRequest(
             asked=replace(
                 message, prompt_token_ids=(), resume=None, group="" if canvas else message.group
@@ -166,7 +171,7 @@ class Intake:
             arrival=arrival,
             arrived_s=now,
             sequence=self._sequence(message),
-            settings=self.model.block_steps(message.settings, message.stopping.max_tokens),
+            settings=self.model.block_steps(settings, message.stopping.max_tokens),
         )
         if message.num_logprobs is not None and message.resume is not None:
             _resume_logprobs(request, message.resume)

@@ -15,7 +15,7 @@ from decoding.published import Published, published_model, published_runs
 from padded_prompts import PaddedPrompts
 from torch import Tensor
 
-from effuse.config.decoding import Sampling
+from effuse.config.decoding import Algorithm, Sampling
 from effuse.decode_worker.intake import Intake
 from effuse.decode_worker.request import denoise_part
 from effuse.decode_worker.sequence import RequestError
@@ -296,6 +296,29 @@ def test_what_cannot_run_here_is_refused(
     with pytest.raises(RequestError, match=message) as caught:
         intake.make_request(request, arrival=0, now=0.0)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "unused"),
+    [
+        ("dream", {"cache": "prefix", "cfg_scale": 1.0}),
+        ("llada", {"cache": "dual"}),
+        ("fast_dllm", {"cfg_scale": 1.0, "logits_eos_inf": True}),
+        ("d2f", {"remasking": "random"}),
+        ("d2f", {"remasking": "entropy_bounded"}),
+    ],
+)
+def test_settings_of_another_algorithm_change_nothing(
+    algorithm: Algorithm, unused: dict[str, Any], model: Transformer
+) -> None:
+    order = {"remasking": "low_confidence"} if algorithm == "llada" else {}
+    for kind in (Rig, DeviceRig):
+        plain, other = (
+            make_request(name, [20, 21, 22], algorithm=algorithm, **{**order, **more})
+            for name, more in (("a", {}), ("b", unused))
+        )
+        found = [answer.token_ids for answer in ask(kind(model), [plain, other])]
+        assert found[0] == found[1] and found[0], kind
 
 
 @pytest.mark.parametrize(("asked", "last"), [(False, ()), (True, (126081, 126348))])

@@ -182,6 +182,11 @@ HALF = BlockState((9, 9, 9, 9), b"\x03", True, 1)
             "has no mask",
             id="no-mask",
         ),
+        pytest.param(
+            make_request("a", PROMPT, algorithm="block_diffusion", remasking="random"),
+            "remasking: expected one of low_confidence_dynamic, ",
+            id="order",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(
@@ -196,7 +201,9 @@ def test_what_cannot_be_served_is_refused_at_once(
 def test_a_client_is_told_which_of_its_fields_is_beyond_this_worker(rig: Rig) -> None:
     wide = rig.start(make_request("a", PROMPT, window=9))
     many = rig.start(make_request("b", PROMPT, stop_token_ids=range(17)))
+    order = make_request("c", PROMPT, algorithm="block_diffusion", remasking="low_confidence")
     assert wide.failed.field == "decoding.window"
+    assert rig.start(order).failed.field == "decoding.remasking"
     assert many.failed.field == "stopping.stop_token_ids"
 
 

@@ -15,7 +15,7 @@ from effuse.placement.records import Role, RouterRecord, decode, encode
 from effuse.protos.channels import monitor_stub
 from effuse.router.metrics import RouterMetrics
 from effuse.router.planner import MOST_COST, MOST_WORKERS, Objectives, Planner, Split, Workload
-from effuse.router.policy import Candidate, Condition, PrefillMode
+from effuse.router.policy import Candidate, InFlight, PrefillMode
 from effuse.router.steering import (
     AFTER_S,
     ENDED_S,
@@ -230,7 +230,7 @@ def test_a_model_that_is_not_served_any_more_has_no_plan_and_no_figure() -> None
 
     one = steering.of("fake")
     one.desired.plan = one.roles.plan = Planner(EVEN, LOAD, GAP).split(0, 1)
-    ready = Candidate(worker, Condition.READY)
+    ready = Candidate(worker, InFlight())
     assert after(2 * ENDED_S, ready) == 1
     assert after(ENDED_S) == 1
     assert after(1, waiting=1) == 1
