@@ -107,8 +107,10 @@ def kept_logs(home: Path, fleet: str, now: float) -> Iterator[Path]:
     moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     directory = home / f"{moment}.{int(now * 1000) % 1000:03d}_{fleet}"
     directory.mkdir(mode=0o700, parents=True)
-    with (directory / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    # NFS gives a shared lock only to a reader, and an exclusive one only to a writer.
+    with (directory / _LOCK).open("w+") as lock:
+        with suppress(OSError):  # a file system without locks, on which nothing is cleaned up
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         ended = [one for one in _started(home) if one != directory and not _is_in_use(one)]
         for old in ended[: max(0, len(ended) - KEPT)]:
             shutil.rmtree(old, ignore_errors=True)
@@ -116,11 +118,14 @@ def kept_logs(home: Path, fleet: str, now: float) -> Iterator[Path]:
 
 
 def _is_in_use(where: Path) -> bool:
-    with suppress(FileNotFoundError), (where / _LOCK).open() as lock:
-        try:
+    """Whether its fleet runs, or may run because no lock can be tried."""
+    try:
+        with (where / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except FileNotFoundError:
+        return False
+    except OSError:  # BlockingIOError if it runs
+        return True
     return False
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -18,6 +22,21 @@ from effuse.cli.logs import KEPT, keep_logs, kept_logs, latest, logs_home, show
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return logs_home()
+
+
+@pytest.fixture(params=["local", "NFS"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux locks a file on NFS only if it is open for reading, or exclusively for writing."""
+    flock = fcntl.flock
+
+    def flock_over_nfs(file: TextIO, operation: int) -> None:
+        needed = os.O_WRONLY if operation & fcntl.LOCK_EX else os.O_RDONLY
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE not in (needed, os.O_RDWR):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    if request.param == "NFS":
+        monkeypatch.setattr(fcntl, "flock", flock_over_nfs)
 
 
 def _fleet(home: Path, name: str, at: float, **written: str) -> Path:
@@ -35,6 +54,7 @@ def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert logs_home() == Path("/var/state/effuse/logs")
 
 
+@pytest.mark.usefixtures("disk")
 def test_the_oldest_go_but_for_those_in_use(home: Path) -> None:
     with kept_logs(home, "running", 0.0) as running:
         ended = [_fleet(home, f"fleet-{at}", float(at)) for at in range(1, KEPT + 4)]
@@ -43,6 +63,22 @@ def test_the_oldest_go_but_for_those_in_use(home: Path) -> None:
         assert [one.is_dir() for one in ended] == [False] * 2 + [True] * (KEPT + 1)
     _fleet(home, "last", 100.0)
     assert not running.exists()
+
+
+def test_a_disk_without_locks_keeps_the_logs_of_all_fleets(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[int] = []
+
+    def flock(_: TextIO, operation: int) -> None:
+        refused.append(operation & ~fcntl.LOCK_NB)
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    kept = [_fleet(home, f"fleet-{at}", float(at)) for at in range(KEPT + 2)]
+    assert all(one.is_dir() for one in kept)
+    assert latest(home, None) == kept[-1]
+    assert set(refused) == {fcntl.LOCK_SH, fcntl.LOCK_EX}
 
 
 def test_the_last_fleet_is_found_or_one_by_name(
@@ -69,6 +105,7 @@ def test_the_last_fleet_is_found_or_one_by_name(
     assert capsys.readouterr().out == "router     | old\n"
 
 
+@pytest.mark.usefixtures("disk")
 def test_a_fleet_that_never_began_to_write_hides_no_other(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
