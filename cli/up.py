@@ -154,8 +154,7 @@ def _places(config: FleetConfig, view: UpView) -> Iterator[tuple[str, int]]:
     yield config.host, config.port
     yield config.host, routers.health_port or 0
     yield config.host, routers.http_port or 0
-    if not asks_who_calls(config):
-        yield page.HOST, view.page_port or 0
+    yield page.HOST, view.page_port or 0
     if routers.metrics:
         yield routers.metrics_host, routers.metrics_port
 
@@ -197,7 +196,8 @@ def _own_parser() -> argparse.ArgumentParser:
     add_switch(parser, "--http", "serve OpenAI's HTTP API", default=True)
     add("--page-port", type=whole(0, 65535), default=0, metavar="N",
         help="port of the page about the fleet; 0 takes a free one (default: 0)")  # fmt: skip
-    add_switch(parser, "--page", "serve a page about the fleet", default=True)
+    about_page = "serve a page about the fleet, unless --keys or --tls-cert is given"
+    add_switch(parser, "--page", about_page, default=True)
     add_switch(parser, "--quiet", "do not show the processes' logs")
     add_switch(parser, "--verbose", "show all lines of the processes' logs, and each link")
     add_config_flag(parser)
@@ -233,11 +233,19 @@ def parse(argv: Sequence[str]) -> tuple[FleetConfig, UpView]:
     for name in ("http", "page"):  # a typed flag may turn off what a file sets up
         if value_of(argv, f"--{name}-port") and not getattr(found, name):
             parser.error(f"--{name}-port: expected only with --{name}")
-    found.page_port = found.page_port if found.page else None
     try:
-        return _config(found, rest, groups), found
+        config = _config(found, rest, groups)
     except ValueError as error:
         parser.error(str(error))
+    if found.page and asks_who_calls(config):
+        names_port = value_of(argv, "--page-port") and found.page_port != 0
+        if names_port or "--page" in argv:
+            flag = "--page-port" if names_port else "--page"
+            why = "a browser could open the page without a token"
+            parser.error(f"{flag}: expected without --keys and --tls-cert, because {why}")
+        found.page = False
+    found.page_port = found.page_port if found.page else None
+    return config, found
 
 
 def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup]) -> FleetConfig:
@@ -379,12 +387,8 @@ def _print(lines: Sequence[str]) -> None:
 
 @contextmanager
 def _page(fleet: Fleet, view: UpView) -> Iterator[str | None]:
-    """Serves the page about it; yields its address. Raises OSError.
-
-    Every client that reaches the page may look at it, so there is none if the fleet requires
-    tokens.
-    """
-    if view.page_port is None or asks_who_calls(fleet.config):
+    """Serves the page about it; yields its address. Raises OSError."""
+    if view.page_port is None:
         yield None
         return
     source = page.PageSource(fleet.address, fleet.metrics)

@@ -51,18 +51,47 @@ def test_two_of_a_fleets_ports_are_not_one(one: str, other: str) -> None:
         refuse_early(config, view)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--no-metrics", "--metrics-port"), ("--keys", "{file}", "--page-port"),
-     ("--tls-cert", "{cert}", "--tls-key", "{key}", "--page-port")],
-)  # fmt: skip
-def test_a_port_at_which_nothing_is_to_listen_may_be_taken(
-    flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    file = tmp_path / "file"
-    file.touch()
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, object]:
+    """Files of keys and of TLS, by their names in a parameter."""
+    keys = tmp_path / "keys"
+    keys.touch()
     tls = Authority.make(tmp_path / "ca").sign("router")
-    words = [word.format(file=file, cert=tls.cert, key=tls.key) for word in flags]
+    return {"keys": keys, "cert": tls.cert, "key": tls.key}
+
+
+KEYS, TLS = "--keys {keys}", "--tls-cert {cert} --tls-key {key}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [("--no-metrics", "metrics-port"), (KEYS, "page-port"), (TLS, "page-port")],
+)
+def test_a_port_at_which_nothing_is_to_listen_may_be_taken(
+    flags: str, key: str, files: dict[str, object], tmp_path: Path
+) -> None:
+    words = ["--device", "cpu", "--port", "0", *flags.format(**files).split()]
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        refuse_early(*parse(["--device", "cpu", "--port", "0", *words, port]))
+        file = tmp_path / "fleet.toml"
+        file.write_text(f"{key} = {taken.getsockname()[1]}")
+        refuse_early(*parse(["--config", str(file), *words]))
+
+
+@pytest.mark.parametrize("asks", [KEYS, TLS])
+@pytest.mark.parametrize("page", ["--page-port 8099", "--page-port=8099", "--page"])
+def test_a_page_is_refused_if_the_fleet_requires_tokens_or_tls(
+    asks: str, page: str, files: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", *asks.format(**files).split()]
+    with pytest.raises(SystemExit) as ended:
+        parse([*words, *page.split()])
+    assert ended.value.code == 2
+    refusal, _ = capsys.readouterr().err.splitlines()
+    flag = page.partition(" ")[0].partition("=")[0]
+    assert refusal.startswith(f"effuse up: {flag}: expected without --keys and --tls-cert, because")
+
+
+@pytest.mark.parametrize("page", ["", "--page-port 0", "--no-page", "--page --no-page"])
+def test_a_fleet_that_requires_tokens_has_no_page(page: str, files: dict[str, object]) -> None:
+    _, view = parse(["--device", "cpu", *KEYS.format(**files).split(), *page.split()])
+    assert view.page_port is None
