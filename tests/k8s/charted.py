@@ -109,6 +109,22 @@ def selectors(value: Any) -> Iterator[Document]:
                 yield from selectors(one)
 
 
+def references(value: Any) -> set[tuple[str, str]]:
+    """Kind and name of each ConfigMap and claim that an object refers to."""
+    if isinstance(value, list):
+        return set().union(*map(references, value))
+    found: set[tuple[str, str]] = set()
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if key in ("configMap", "configMapKeyRef"):
+                found.add(("ConfigMap", one["name"]))
+            elif key == "persistentVolumeClaim":
+                found.add(("PersistentVolumeClaim", one["claimName"]))
+            else:
+                found |= references(one)
+    return found
+
+
 def canonical(documents: Sequence[Document], files: Path) -> dict[tuple[str, str], Any]:
     """The objects by kind and name, such that only differences that mean something are left.
 

@@ -66,6 +66,16 @@ def overlay(name: str, *components: str) -> Documents:
     }
 
 
+def with_components(name: str, *components: str) -> list[Document]:
+    """What an overlay makes if it takes these components, too, each before its `fleet`."""
+    found = yaml.safe_load((K8S / "overlays" / name / "kustomization.yaml").read_text())
+    for field in ("resources", "components"):
+        found[field] = [one.removeprefix("../../") for one in found[field]]
+    place = found["components"].index("components/fleet")
+    found["components"][place:place] = [f"components/{one}" for one in components]
+    return made(found)
+
+
 def deployments(name: str, *components: str) -> dict[str, Document]:
     """Its Deployments by their names, and its groups of pods in the same form."""
     found = overlay(name, *components).items()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from k8s.composed import K8S, deployments, overlay
+from k8s.charted import pods, references
+from k8s.composed import K8S, config_of, deployments, overlay, with_components
 
 from effuse.router.tokenizer import bundled_directory, read_backend
 
@@ -26,6 +27,17 @@ def test_workers_in_one_pod_are_not_left_out_of_what_the_router_gets(component: 
     with pytest.raises(subprocess.CalledProcessError) as refused:
         deployments("gpu-nvlink-1p1d", component)
     assert "changes workers in pods of their own" in refused.value.stderr
+
+
+def test_workers_over_nodes_have_the_flags_of_a_file(files: Path) -> None:
+    made = with_components("gpu-hosts-1p1d", "config")
+    names = {(one["kind"], one["metadata"]["name"]) for one in made}
+    for role in ("prefill", "decode"):
+        group, pod = pods(made)[role]
+        assert len(references(group)) == 3 and references(group) <= names
+        (container,) = pod["containers"]
+        assert "--config=/config/workers.toml" in container["args"]
+        assert config_of(container, files)
 
 
 def _mounted_files(overlay: str) -> dict[str, set[str]]:

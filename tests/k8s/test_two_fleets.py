@@ -6,8 +6,8 @@ import re
 
 import pytest
 import yaml
-from k8s.charted import INSTANCE, selectors
-from k8s.composed import K8S, Document, kustomized, made, overlays
+from k8s.charted import INSTANCE, references, selectors
+from k8s.composed import K8S, Document, kustomized, made, overlays, template_of
 
 pytestmark = pytest.mark.chart
 
@@ -23,9 +23,9 @@ def _blue(name: str) -> list[Document]:
 
 def _pod_labels(documents: list[Document]) -> list[Document]:
     return [
-        one["spec"]["template"]["metadata"]["labels"]
+        template_of(one)["metadata"]["labels"]
         for one in documents
-        if one["kind"] in ("Deployment", "Job")
+        if one["kind"] in ("Deployment", "Job", "LeaderWorkerSet")
     ]
 
 
@@ -57,6 +57,8 @@ def test_nothing_of_the_other_fleet_has_its_name(name: str) -> None:
     first, second = kustomized(K8S / "overlays" / name), _blue(name)
     names = [{(one["kind"], one["metadata"]["name"]) for one in fleet} for fleet in (first, second)]
     assert len(names[0]) == len(names[1]) and not names[0] & names[1]
+    assert references(second) <= names[1]
+    assert f"{INSTANCE}: effuse" not in yaml.safe_dump_all(second)
     fleet = "blue-effuse"
     (redis,) = [one for kind, one in names[1] if kind == "Service" and one.endswith("-redis")]
     assert redis == f"{fleet}-redis"  # which processes find by their label
