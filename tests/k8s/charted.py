@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from installed import installed
-from k8s.composed import K8S, Document, config_of, role_of, template_of
+from k8s.composed import K8S, Document, config_of, role_of, template_of, templates_of
 
 CHART = K8S / "chart"
 OLDEST = "1.30"  # Kubernetes that the chart is for
@@ -139,7 +139,8 @@ def canonical(documents: Sequence[Document], files: Path) -> dict[tuple[str, str
         metadata = {key: value for key, value in one["metadata"].items() if key != "labels"}
         name = metadata["name"] = HASH.sub("", metadata["name"])
         if one["kind"] in ("Deployment", "Job", "LeaderWorkerSet"):
-            _settle(template_of(one), values, files)
+            for template in templates_of(one):
+                _settle(template, values, files)
         if one["kind"] == "Service":
             one = one | {"spec": {"type": "ClusterIP"} | one["spec"]}
         found[one["kind"], name] = _plain(one | {"metadata": metadata})

@@ -66,14 +66,17 @@ def overlay(name: str, *components: str) -> Documents:
     }
 
 
-def with_components(name: str, *components: str) -> list[Document]:
-    """What an overlay makes if it takes these components, too, each before its `fleet`."""
+def with_components(name: str, *components: str, **fields: Any) -> list[Document]:
+    """What an overlay makes if it takes these components, too, each before its `fleet`.
+
+    It takes these `fields`, too.
+    """
     found = yaml.safe_load((K8S / "overlays" / name / "kustomization.yaml").read_text())
     for field in ("resources", "components"):
         found[field] = [one.removeprefix("../../") for one in found[field]]
     place = found["components"].index("components/fleet")
     found["components"][place:place] = [f"components/{one}" for one in components]
-    return made(found)
+    return made(found | fields)
 
 
 def deployments(name: str, *components: str) -> dict[str, Document]:
@@ -93,9 +96,15 @@ def _as_deployment(group: Document) -> Document:
 
 def template_of(document: Document) -> Document:
     """The template of its pods; in a group, of all but the first."""
-    spec = document["spec"]
-    found: Document = spec.get("template") or spec["leaderWorkerTemplate"]["workerTemplate"]
-    return found
+    return templates_of(document)[-1]
+
+
+def templates_of(document: Document) -> list[Document]:
+    """The templates of its pods; a group may have one for its first pod, which is then first."""
+    group = document["spec"].get("leaderWorkerTemplate")
+    if group is None:
+        return [document["spec"]["template"]]
+    return [group[name] for name in ("leaderTemplate", "workerTemplate") if name in group]
 
 
 def role_of(container: Document) -> str:

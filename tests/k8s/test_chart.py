@@ -24,7 +24,7 @@ from k8s.charted import (
     charted,
     helm,
 )
-from k8s.composed import K8S, Document, kustomized, overlays
+from k8s.composed import K8S, Document, kustomized, overlays, with_components
 
 pytestmark = pytest.mark.chart
 
@@ -75,6 +75,16 @@ Change = Callable[[Document], object]
 def test_values_give_what_an_overlay_gives(overlay: str, files: Path) -> None:
     values, words = SAME[overlay]
     expected = canonical(kustomized(K8S / "overlays" / overlay), files)
+    assert canonical(charted(values, *words), files) == expected
+
+
+def test_workers_over_nodes_have_the_same_files_and_metrics(files: Path) -> None:
+    values, words = SAME["gpu-hosts-1p1d"]
+    values = {
+        **values, "metrics": {"enabled": True}, "router": CONFIG["router"],
+        "workers": {**values["workers"], **CONFIG["workers"]},
+    }  # fmt: skip
+    expected = canonical(with_components("gpu-hosts-1p1d", "config", "monitoring"), files)
     assert canonical(charted(values, *words), files) == expected
 
 

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 import yaml
 from every_metric import router_metrics, sample_names, worker_metrics
-from k8s.composed import K8S, deployments, kustomized, overlay
+from k8s.charted import pods
+from k8s.composed import K8S, deployments, kustomized, overlay, with_components
 from k8s.monitoring import MONITORING, alerts, dashboard, dashboard_queries, names_in
 
 from effuse.cli.commands import value_of
@@ -128,6 +129,22 @@ def test_every_process_of_a_monitored_overlay_serves_metrics_where_prometheus_ma
     (peer,) = policy["ingress"][0]["from"]
     (wanted,) = peer["podSelector"]["matchExpressions"]
     assert wanted["values"] == ["prometheus"]
+
+
+def test_only_the_first_pod_of_a_worker_over_nodes_is_read_by_prometheus() -> None:
+    """The others serve no metrics, so each would be a target that is always down."""
+    for role in ("prefill", "decode"):
+        group, _ = pods(with_components("gpu-hosts-1p1d", "monitoring"))[role]
+        template = group["spec"]["leaderWorkerTemplate"]
+        first, others = template["leaderTemplate"], template["workerTemplate"]
+        (container,) = first["spec"]["containers"]
+        assert container["ports"].pop()["name"] == "metrics"
+        scraped = first["metadata"].pop("annotations")
+        assert scraped == {"prometheus.io/scrape": "true", "prometheus.io/port": "9464"}
+        assert not others["metadata"].pop("annotations", None)
+        assert first == others
+    plain, _ = pods(kustomized(K8S / "overlays" / "gpu-hosts-1p1d"))["decode"]
+    assert "leaderTemplate" not in plain["spec"]["leaderWorkerTemplate"]
 
 
 def test_workers_that_do_both_count_as_workers_that_decode() -> None:

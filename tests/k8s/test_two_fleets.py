@@ -7,18 +7,24 @@ import re
 import pytest
 import yaml
 from k8s.charted import INSTANCE, references, selectors
-from k8s.composed import K8S, Document, kustomized, made, overlays, template_of
+from k8s.composed import K8S, Document, kustomized, made, overlays, template_of, with_components
 
 pytestmark = pytest.mark.chart
 
 
-def _blue(name: str) -> list[Document]:
-    """An overlay as the README names its objects for a second fleet."""
+def _renaming() -> Document:
+    """What the README's overlay for a second fleet does with its resources."""
     (text,) = re.findall(
         r"^```yaml\n(.*?namePrefix: blue-.*?)^```", (K8S / "README.md").read_text(), re.M | re.S
     )
-    kustomization = yaml.safe_load(text)
-    return made(kustomization | {"resources": [f"overlays/{name}"]})
+    found: Document = yaml.safe_load(text)
+    del found["resources"]
+    return found
+
+
+def _blue(name: str) -> list[Document]:
+    """An overlay as the README names its objects for a second fleet."""
+    return made(_renaming() | {"resources": [f"overlays/{name}"]})
 
 
 def _pod_labels(documents: list[Document]) -> list[Document]:
@@ -71,3 +77,9 @@ def test_nothing_of_the_other_fleet_has_its_name(name: str) -> None:
     for one in second:
         if one["kind"] == "ServiceMonitor":
             assert one["spec"]["selector"]["matchLabels"][INSTANCE] == fleet
+
+
+def test_every_pod_of_a_monitored_worker_over_nodes_is_of_its_own_fleet() -> None:
+    documents = with_components("gpu-hosts-1p1d", "config", "monitoring", **_renaming())
+    assert references(documents) <= {(one["kind"], one["metadata"]["name"]) for one in documents}
+    assert f"{INSTANCE}: effuse" not in yaml.safe_dump_all(documents)
