@@ -62,7 +62,10 @@ ALL: Values = {
     },
     "tls": {"enabled": True, "clientCertificates": True},
     "metrics": {"enabled": True, "port": 9999, "operator": True},
-    "networkPolicy": {"egress": True},
+    "networkPolicy": {
+        "egress": True,
+        "egressTo": [{"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], "ports": [{"port": 26379}]}],
+    },
 }  # fmt: skip
 """Nearly every value, each other than by default."""
 

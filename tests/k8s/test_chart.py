@@ -223,6 +223,9 @@ def test_an_older_kubernetes_is_refused() -> None:
         ({"decode": {"resources": {"limit": {}}}}, "'limit'"),
         ({"workers": {"drainS": "30s"}}, "/workers/drainS"),
         ({"networkPolicy": False}, "/networkPolicy"),
+        ({"networkPolicy": {"egressTo": [{"to": []}]}}, "networkPolicy.egress: expected"),
+        ({"networkPolicy": {"egress": True, "egressTo": [{}]}}, "/networkPolicy/egressTo/0"),
+        ({"networkPolicy": {"egress": True, "egressTo": [{"from": []}]}}, "'from'"),
         ({"fullnameOverride": "7b"}, "/fullnameOverride"),
     ],
 )

@@ -127,6 +127,25 @@ def test_policies_and_budgets_can_be_left_out(switch: str) -> None:
     assert kind not in {one["kind"] for one in charted({switch: {"enabled": False}})}
 
 
+def test_pods_may_also_call_what_egress_rules_of_ones_own_name() -> None:
+    own = ALL["networkPolicy"]["egressTo"]
+    usual, more = (
+        one["spec"]["egress"]
+        for values in ({"networkPolicy": {"egress": True}}, ALL)
+        for one in charted(values)
+        if one["metadata"]["name"] == "effuse-egress"
+    )
+    assert len(usual) == 2 and more == usual + own
+
+
+def test_a_policy_that_would_part_the_fleet_from_its_redis_is_refused() -> None:
+    own: Values = {"redis": {"url": "redis://cache.example:6379/0"}}
+    done = helm("template", "effuse", str(CHART), values={**own, "networkPolicy": {"egress": True}})
+    assert "networkPolicy.egressTo: expected a rule for redis.url" in done.stderr
+    assert charted({**own, "networkPolicy": {"egress": True, "enabled": False}})
+    assert charted({**own, "networkPolicy": ALL["networkPolicy"]})
+
+
 def test_a_scaler_owns_the_number_that_it_scales() -> None:
     for scaled, expected in (
         ("decode", {"redis", "router", "prefill"}),

@@ -32,6 +32,13 @@
 {{- if and $values.tls.clientCertificates (not $values.tls.enabled) -}}
 {{- fail "tls.clientCertificates: expected tls.enabled with it" -}}
 {{- end -}}
+{{- if and $values.networkPolicy.egressTo (not $values.networkPolicy.egress) -}}
+{{- fail "networkPolicy.egress: expected it together with networkPolicy.egressTo" -}}
+{{- end -}}
+{{- $isClosed := and $values.networkPolicy.enabled $values.networkPolicy.egress (not $values.networkPolicy.egressTo) -}}
+{{- if and $values.redis.url $isClosed -}}
+{{- fail "networkPolicy.egressTo: expected a rule for redis.url, because networkPolicy.egress is set" -}}
+{{- end -}}
 {{- if and $values.redis.caSecret (not (hasPrefix "rediss" $values.redis.url)) -}}
 {{- fail "redis.caSecret: expected a redis.url that begins with rediss" -}}
 {{- end -}}
