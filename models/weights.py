@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from effuse.kernels.attention import Attend, block_attention
-from effuse.models.adapter import Adapter, open_adapter
+from effuse.models.adapter import CONFIG_FILE, TENSOR_FILE, Adapter, open_adapter
 from effuse.models.checkpoint import (
     TensorFiles,
     checked_tensors,
@@ -123,21 +123,21 @@ def select_dtype(name: str, path: Path | str) -> torch.dtype:
 
 
 def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
-    """xxh3-128 in hex over names and bytes of config.json and all safetensors files, and of the
-    adapter directory's, so that workers with different files never agree. Reads every byte once:
-    seconds for 16 GB in the page cache. Raises CheckpointError for a missing file.
+    """xxh3-128 in hex over names and bytes of config.json and the weights' files, and of the
+    adapter's two files, so that workers with different ones never agree. Other files do not
+    count. Reads every byte once: seconds for 16 GB in the page cache. Raises CheckpointError for a
+    missing file.
     """
-    digest = xxhash.xxh3_128()
-    directories = [(Path(path), "config.json")]
+    files = [Path(path) / "config.json", *weight_files(Path(path))]
     if adapter is not None:
-        directories.append((Path(adapter), "adapter_config.json"))
-    for directory, config in directories:
-        for file in (directory / config, *sorted(directory.glob("*.safetensors"))):
-            if not file.is_file():  # also a broken link
-                raise CheckpointError(f"{file}: no such file")
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb", buffering=0) as stream:
-                hashlib.file_digest(stream, lambda: digest)
+        files += [Path(adapter) / name for name in (CONFIG_FILE, TENSOR_FILE)]
+    digest = xxhash.xxh3_128()
+    for file in files:
+        if not file.is_file():  # also a broken link
+            raise CheckpointError(f"{file}: no such file")
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb", buffering=0) as stream:
+            hashlib.file_digest(stream, lambda: digest)
     return str(digest.hexdigest())
 
 

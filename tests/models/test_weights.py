@@ -269,7 +269,21 @@ def test_digest_covers_weights_configuration_and_adapter(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: no such file"):
         weights_digest(path, adapter)
     (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: no such file"):
+        weights_digest(path, adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"factors")
     assert weights_digest(path, adapter) != digest
-    (same / "old.safetensors").symlink_to(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match=r"old\.safetensors: no such file"):
-        weights_digest(same)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_digest_leaves_out_files_that_are_not_loaded(tmp_path: Path, shards: int) -> None:
+    path = write_tiny_checkpoint(tmp_path / "model", "sdar", shards=shards)
+    (adapter := tmp_path / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_text("{}")
+    digest = weights_digest(path, adapter)
+    for directory in (path, adapter):
+        (directory / "copy.safetensors").write_bytes(b"other weights")
+        (directory / "old.safetensors").symlink_to(tmp_path / "gone")
+        (directory / "folder.safetensors").mkdir()
+    assert weights_digest(path, adapter) == digest
