@@ -93,7 +93,7 @@ class ConfigKeys:
         if value is None and not required:
             return ()
         ids = value if isinstance(value, list) else [self._value(key, None, "a token id")]
-        if not ids or not all(isinstance(token, int) for token in ids):
+        if not ids or not all(type(token) is int for token in ids):
             raise self.error(key, f"expected a token id or a list of them, found {value!r}")
         return tuple(ids)
 

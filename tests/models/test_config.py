@@ -152,6 +152,8 @@ def test_newer_spelling_of_the_rotary_base(tmp_path: Path) -> None:
         ("sdar", "rms_norm_eps", "tiny", "expected a number above 0, found 'tiny'"),
         ("sdar", "tie_word_embeddings", "yes", "expected true or false"),
         ("sdar", "eos_token_id", ["a"], "expected a token id or a list of them"),
+        ("sdar", "eos_token_id", True, "expected a token id or a list of them, found True"),
+        ("sdar", "eos_token_id", [7, False], "expected a token id or a list of them"),
         ("dream", "attention_bias", False, "accepted: true"),
         ("dream", "head_dim", 64, "accepted: missing or 128"),
         ("dream", "use_mrope", True, "true is not supported, and may change"),
