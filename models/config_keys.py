@@ -15,7 +15,9 @@ from typing import Final
 from effuse.config.extras import pointer_problem
 
 _MOST_INTEGER: Final = 2**31 - 1
-_MOST_LAYERS: Final = 4096  # each builds all its names before one is looked up
+# All names of layers and experts are built before one is looked up.
+_MOST_LAYERS: Final = 4096
+_MOST_EXPERTS: Final = 2**17  # of all layers together
 _MOST_NUMBER: Final = sys.float_info.max
 
 
@@ -59,6 +61,15 @@ class ConfigKeys:
         value = self.integer(key)
         if value > _MOST_LAYERS:
             raise self.error(key, f"expected at most {_MOST_LAYERS} layers, found {value}")
+        return value
+
+    def num_experts(self, key: str) -> int:
+        """The number of experts in a layer, within a plausible limit for all layers."""
+        value, num_layers = self.integer(key), self.num_layers("num_hidden_layers")
+        most = _MOST_EXPERTS // num_layers
+        if value > most:
+            form = f"at most {most} experts in each of {num_layers} layers"
+            raise self.error(key, f"expected {form}, found {value}")
         return value
 
     def number(self, key: str) -> float:

@@ -18,7 +18,7 @@ def _llada2_experts(keys: ConfigKeys) -> ExpertConfig:
     """Sigmoid scores with a bias, best groups first, a shared expert, the first layers dense."""
     top_k = keys.integer("num_experts_per_tok")
     routing = Routing(
-        num_experts=keys.integer("num_experts"),
+        num_experts=keys.num_experts("num_experts"),
         top_k=top_k,
         scores="sigmoid",
         renormalises=top_k > 1,
@@ -78,7 +78,7 @@ def _llada_experts(keys: ConfigKeys) -> ExpertConfig:
         wanted = f"{num_layers} numbers, 0 for the first layers and 1 for the rest"
         raise keys.error("moe_layer_freq", f"{pattern!r} is not supported; accepted: {wanted}")
     routing = Routing(
-        num_experts=keys.integer("num_experts"),
+        num_experts=keys.num_experts("num_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         scores="softmax",
         renormalises=False,

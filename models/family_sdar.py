@@ -31,7 +31,7 @@ def _experts(keys: ConfigKeys) -> ExpertConfig:
     keys.integer("intermediate_size")  # must be stated, although no layer has such an MLP
     newer = "num_local_experts"  # as saved by transformers 5
     routing = Routing(
-        num_experts=keys.integer("num_experts" if keys.values.get(newer) is None else newer),
+        num_experts=keys.num_experts("num_experts" if keys.values.get(newer) is None else newer),
         top_k=keys.integer("num_experts_per_tok"),
         scores="softmax",
         renormalises=keys.flag("norm_topk_prob"),

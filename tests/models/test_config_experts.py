@@ -177,6 +177,10 @@ def test_without_a_word_every_layer_of_llada_moe_has_experts(
         ("llada_moe", {"moe_layer_freq": 1}, "moe_layer_freq"),
         ("llada_moe", {"num_hidden_layers": 5000}, "expected at most 4096 layers, found 5000"),
         ("llada_moe", {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
+        ("llada2_moe", {"num_experts": 10**6}, "num_experts: expected at most 43690 experts in"),
+        ("llada_moe", {"num_experts": 10**6}, "num_experts: expected at most 43690 experts in"),
+        ("sdar_moe", {"num_local_experts": 10**6}, "num_local_experts: expected at most 43690"),
+        ("sdar_moe", {"num_hidden_layers": 4096, "num_experts": 33}, "most 32 .* 4096 .* found 33"),
     ],
 )
 def test_what_would_give_another_model_is_refused(
