@@ -108,9 +108,10 @@ class LLM:
         paths = {"model": model, "adapter": adapter, "kv_offloading_dir": kv_offloading_dir}
         given = from_python(DecodeConfig, {**paths, **options})
         directory = given["model"] = given["model"] or bundled_directory()
-        refuse_unserved(directory, given.get("block_size"))
         # Pages never leave the process, so no connector is needed.
         config = DecodeConfig(max_request_s=_MOST_REQUEST_S, connector="zmq", **given)
+        algorithm, adapted, limits = config.default_algorithm, adapter is not None, vars(config)
+        refuse_unserved(directory, config.block_size, algorithm, adapted=adapted, limits=limits)
         check_device(config.device)
         self._tokenizer = Tokenizer.load(directory)
         with _threads_kept():

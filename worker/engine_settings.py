@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal, get_args
 import effuse.models
 from effuse.config import checks
 from effuse.config.access import Access
+from effuse.config.decoding import SETTINGS
 from effuse.config.flags import flag_of
 from effuse.config.pool_address import PoolAddress
 from effuse.kvtransfer.messages import MAX_POOL_PAGES
@@ -110,8 +111,10 @@ class EngineSettings(ModelSettings):
 
     def __post_init__(self) -> None:
         Access.__post_init__(self)
-        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs", "block_size"):
+        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
             checks.whole(name, getattr(self, name), 1)
+        most = int(SETTINGS["denoising_steps"].high)  # a block's, by default one for each token
+        checks.whole("block_size", self.block_size, 1, most)
         checks.whole("kv_unit_tokens", self.kv_unit_tokens, 1)
         checks.whole("max_model_len", self.max_model_len, 2)  # a prompt and an answer
         checks.whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from checkpoints import Architecture
+from checkpoints import Architecture, write_tiny_checkpoint
 from decoding.published import published_runs, write_published
 
 import effuse
@@ -267,6 +267,8 @@ def test_limits_of_the_engine_can_be_set() -> None:
         assert answer.finish_reason == "stop" or answer.usage.completion_tokens == 8
     with pytest.raises(ValueError, match=r"max.window"):
         effuse.LLM(device="cpu", max_window=65)
+    with pytest.raises(ValueError, match=r"^--block-size: expected 1 to 2147483647, got 0$"):
+        effuse.LLM(device="cpu", block_size=0)
     with pytest.raises(
         TypeError, match=r"^LLM: expected options among .*, device, .*; got 'port'$"
     ):
@@ -367,6 +369,13 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path_factory: pytest.TempPathF
     (empty / "config.json").write_text('{"model_type": "rnd1", "architectures": ["RND1LM"]}')
     with pytest.raises(CheckpointError, match=r"does not serve 'rnd1' \(RND1LM\)"):
         effuse.LLM(empty)
+
+
+def test_an_algorithm_that_does_not_fit_can_be_replaced(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, "sdar")
+    (tmp_path / "generation_config.json").write_text('{"algorithm": "llada"}')
+    with effuse.LLM(tmp_path, device="cpu", default_algorithm="d2f", num_pages=64) as llm:
+        assert llm.model.defaults.settings.algorithm == "d2f"
 
 
 @pytest.mark.parametrize("architecture", ["llada", "dream"])

@@ -29,6 +29,8 @@ NAN = float("nan")
         ({"num_pages": 1 << 25}, "--num-pages: expected 1 to 16777216, got 33554432"),
         ({"max_num_seqs": 0}, "--max-num-seqs"),
         ({"max_model_len": 1}, "--max-model-len: expected 2 or more, got 1"),
+        ({"block_size": 0}, "--block-size: expected 1 to 2147483647, got 0"),
+        ({"block_size": 1 << 40}, "--block-size: expected 1 to 2147483647, got 1099511627776"),
         ({"port": -1}, "--port: expected 0 to 65535, got -1"),
         ({"redis_url": "r:6379"}, "--redis-url: expected redis://host:port/db, got 'r:6379'"),
         (
