@@ -82,6 +82,13 @@ class ModelConfig:
         return self.family.top_k_first
 
     @property
+    def rotary_shape(self) -> tuple[int, int]:
+        """Positions and rotated dimensions of the rotary table. The last block may go beyond the
+        last position of the text."""
+        rotated = self.rotary_dim or self.head_dim
+        return self.max_position_embeddings + self.block_size, rotated
+
+    @property
     def prompt_attention(self) -> PromptAttention:
         """Whether the prompt attends to all of itself, or block by block like the answer."""
         return "causal_blocks" if self.family.is_block_causal else "bidirectional"

@@ -130,11 +130,8 @@ class Transformer:
         self.q_dim = len(self.shard.heads) * config.head_dim
         self._queries_dim = len(self.shard.queries) * config.head_dim
         self._kv_dim = len(self.shard.kv_heads) * config.head_dim
-        # The last block may go beyond the last position of the text.
-        num_positions = config.max_position_embeddings + config.block_size
-        self._cos_sin = make_cos_sin_cache(
-            config.rotary_dim or config.head_dim, num_positions, config.rope_theta, self.device
-        )
+        num_positions, rotated = config.rotary_shape
+        self._cos_sin = make_cos_sin_cache(rotated, num_positions, config.rope_theta, self.device)
 
     def forward(
         self,

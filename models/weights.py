@@ -8,7 +8,7 @@ that they have the same weights. Names and files are in `checkpoint.py`.
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,11 +51,13 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     block_size: int | None = None,
+    most_positions: int | None = None,
     attend: Attend = block_attention,
     place: RankPlace = ALL,
     batch_invariant: bool = False,
 ) -> Transformer:
-    """Load a published checkpoint directory; `block_size` overrides the configuration's.
+    """Load a published checkpoint directory; `block_size` overrides the configuration's, and
+    `most_positions` its positions if these are more.
 
     Of a group of ranks only this one's part is read. Raises CheckpointError naming the
     configuration key, or the missing, surplus or wrongly shaped tensor, with what was expected and
@@ -64,9 +66,11 @@ def load_model(
     """
     directory, device = Path(path), torch.device(device)
     config = ModelConfig.from_dir(directory, block_size=block_size)
+    if most_positions is not None and most_positions < config.max_position_embeddings:
+        config = replace(config, max_position_embeddings=most_positions)
     shard = place.shard(config)
     shapes, held = tensor_shapes(config), tensors_of(config, shard)
-    check_memory(directory, held, dtype, device)
+    check_memory(directory, config, held, dtype, device)
     opened = open_tensors(weight_files(directory), device)
     files = checked_tensors(directory, config, opened, shapes)
     _check_tied_head(directory, config, opened)
@@ -142,16 +146,23 @@ def weights_digest(path: Path | str, adapter: Path | str | None = None) -> str:
 
 
 def check_memory(
-    directory: Path, tensors: Mapping[str, Released], dtype: torch.dtype, device: torch.device
+    directory: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Released],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Raise CheckpointError if what is read does not fit into the device's free memory."""
+    """Raise CheckpointError if what is read, and the rotary table, do not fit into the device's
+    free memory."""
     needed = sum(math.prod(one.held) for one in tensors.values()) * dtype.itemsize
+    table = math.prod(config.rotary_shape) * torch.float32.itemsize
     free = free_bytes(device)
-    if needed > free:
+    if needed + table > free:
         raise CheckpointError(
-            f"{directory}: the weights are {needed / 1e9:.1f} GB in {dtype}, {device} has "
-            f"{free / 1e9:.1f} GB free; --tensor-parallel-size and "
-            "--pipeline-parallel-size spread them over several devices"
+            f"{directory}: the weights are {needed / 1e9:.1f} GB in {dtype}, the table of "
+            f"{config.max_position_embeddings} positions {table / 1e9:.1f} GB, {device} has "
+            f"{free / 1e9:.1f} GB free; --tensor-parallel-size and --pipeline-parallel-size spread "
+            "weights over several devices, --max-model-len limits positions"
         )
 
 

@@ -63,12 +63,16 @@ def load_shard(
     dtype = select_dtype("float32" if is_exact else config.dtype, directory)
     if config.batch_invariant:
         check_batch_invariant(device, dtype)
+    length = config.max_model_len
+    # The forward that measures memory may have a longer sequence than any request.
+    positions = None if length is None else max(length, config.max_num_batched_tokens)
     model = load_model(
         directory,
         adapter=config.adapter,
         device=device,
         dtype=dtype,
         block_size=config.block_size,
+        most_positions=positions,
         attend=_attend(config),
         place=place,
         batch_invariant=config.batch_invariant,

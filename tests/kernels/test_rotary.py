@@ -39,3 +39,12 @@ def test_scores_depend_on_distance_alone() -> None:
         _, new_k = OPS.rotary(q, k, table, torch.tensor([second]))
         scores.append(float((new_q * new_k).sum()))
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("rotated", [4, 6, 64, 128])
+def test_a_position_has_the_same_numbers_in_a_table_of_any_length(rotated: int) -> None:
+    table = make_cos_sin_cache(rotated, 40000, rows.THETA, OPS.device)
+    for length in (1, 5, 131, 32772):
+        assert torch.equal(
+            make_cos_sin_cache(rotated, length, rows.THETA, OPS.device), table[:length]
+        )

@@ -152,8 +152,9 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     with pytest.raises(CheckpointError) as refused:
         load_model(tmp_path, dtype=torch.bfloat16)
     assert str(refused.value) == (
-        f"{tmp_path}: the weights are 205.8 GB in torch.bfloat16, cpu has 140.0 GB free; "
-        "--tensor-parallel-size and --pipeline-parallel-size spread them over several devices"
+        f"{tmp_path}: the weights are 205.8 GB in torch.bfloat16, the table of 1024 positions "
+        "0.0 GB, cpu has 140.0 GB free; --tensor-parallel-size and --pipeline-parallel-size spread "
+        "weights over several devices, --max-model-len limits positions"
     )
 
 

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, Architecture, write_tensors, write_tiny_checkpoint
+from checkpoints import (
+    ARCHITECTURES,
+    Architecture,
+    TinySizes,
+    write_tensors,
+    write_tiny_checkpoint,
+)
 from expert_checkpoints import write_expert_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
+from effuse.models import weights
 from effuse.models.config_keys import CheckpointError
 from effuse.models.preflight import check_checkpoint
 from effuse.models.transformer import ModelWeights
@@ -253,6 +260,18 @@ def test_missing_and_doubled_shards(tmp_path: Path) -> None:
         load_model(path)
     second.write_bytes(content)
     assert load_model(path).config.num_layers == 3
+
+
+def test_the_rotary_table_must_fit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", sizes=TinySizes(max_positions=2**31 - 1))
+    monkeypatch.setattr(weights, "free_bytes", lambda _: 1 << 30)
+    with pytest.raises(
+        CheckpointError, match=r"the table of 2147483647 positions 68\.7 GB, cpu has"
+    ):
+        load_model(path)
+    assert load_model(path, most_positions=100).config.max_position_embeddings == 100
+    path = write_tiny_checkpoint(tmp_path, "sdar", sizes=TinySizes(max_positions=90))
+    assert load_model(path, most_positions=100).config.max_position_embeddings == 90
 
 
 def test_digest_covers_weights_configuration_and_adapter(tmp_path: Path) -> None:

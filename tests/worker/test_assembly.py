@@ -40,6 +40,17 @@ def test_rows_to_warm_up_with_stay_within_the_models_positions(
     assert is_written.tolist() == [True, *[False] * 15]
 
 
+def test_a_rotary_table_is_no_longer_than_what_is_served(tmp_path: Path) -> None:
+    """A table of all positions would take 69 GB."""
+    path = write_tiny_checkpoint(tmp_path, "sdar", sizes=TinySizes(max_positions=2**31 - 1))
+    config = WorkerConfig(
+        model=path, device="cpu", num_pages=40, max_model_len=600, max_num_batched_tokens=64
+    )
+    parts = assemble(config, "life-1", "decode", None, Pulse())
+    assert parts.max_model_len == parts.model.config.max_position_embeddings == 600
+    warm_up(parts.runner, 604, 604)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_every_layer_of_a_forward_is_a_sign_of_life(tmp_path: Path, role: Role) -> None:
     path = write_tiny_checkpoint(tmp_path, "sdar")
