@@ -220,15 +220,23 @@ def checked_tensors(
     """The tensors of `expected`, all of which are there. Without a tied head, which some releases
     store as well: only its values show whether it equals the embedding.
 
-    Raises CheckpointError that names a missing, extra or wrongly shaped tensor, or one that is not
-    in its shard of the index.
+    Raises CheckpointError that names a missing, extra or wrongly shaped tensor, a tied head in
+    another dtype than the embedding, or a tensor that is not in its shard of the index.
     """
     _check_index(directory, files)
-    if config.tie_embeddings:
-        head = f"{config.family.layout.head}.weight"
-        files = TensorFiles({name: at for name, at in files.locations.items() if name != head})
-    _check_tensors(directory, files, expected)
-    return files
+    names = config.family.layout
+    head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
+    if not config.tie_embeddings or head not in files.locations:
+        _check_tensors(directory, files, expected)
+        return files
+    _check_tensors(directory, files, {**expected, head: expected[embedding]})
+    found, wanted = (files.locations[name].stored_as(name) for name in (head, embedding))
+    if found != wanted:
+        raise CheckpointError(
+            f"{directory}: tensor {head} has dtype {found}, expected {wanted} like {embedding}, "
+            "because the configuration ties them"
+        )
+    return TensorFiles({name: at for name, at in files.locations.items() if name != head})
 
 
 def _check_index(directory: Path, files: TensorFiles) -> None:

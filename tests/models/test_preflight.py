@@ -100,6 +100,27 @@ def test_a_tied_head_may_be_stored(tmp_path: Path) -> None:
     check_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (torch.zeros(3, 3), r"lm_head\.weight has shape \[3, 3\], expected \[272, 32\]"),
+        (
+            torch.zeros(272, 32).bfloat16(),
+            r"lm_head\.weight has dtype BF16, expected F32 like model\.embed_tokens\.weight",
+        ),
+        (torch.zeros(272, 32).char(), "has dtype I8, expected F32"),
+    ],
+)
+def test_a_tied_head_that_cannot_be_the_embedding_is_named(
+    tmp_path: Path, head: torch.Tensor, message: str
+) -> None:
+    path = write_tiny_checkpoint(tmp_path / "model", "sdar", tied=True)
+    _rewritten(lambda tensors: tensors.update({"lm_head.weight": head}))(path)
+    for read in (check_checkpoint, load_model):
+        with pytest.raises(CheckpointError, match=message):
+            read(path)
+
+
 def test_a_dtype_that_workers_do_not_compute_in(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path / "model", "sdar")
     _edited("config.json", dtype="float64")(path)
