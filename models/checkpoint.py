@@ -136,9 +136,9 @@ def open_tensors(paths: list[Path], device: torch.device | None) -> TensorFiles:
 
 
 def _open(path: Path, device: torch.device | None) -> _SafeFile:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
         if device is None:
             opened = safe_open(path, framework="np")
         else:
@@ -146,6 +146,8 @@ def _open(path: Path, device: torch.device | None) -> _SafeFile:
     except SafetensorError as error:
         problem = pointer_problem(path) or f"not a safetensors file: {error}"
         raise CheckpointError(f"{path}: {problem}") from None
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
     return cast("_SafeFile", opened)
 
 

@@ -248,6 +248,15 @@ def test_shards_stay_beside_their_index(tmp_path: Path) -> None:
         load_model(path)
 
 
+def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path, "sdar", shards=2)
+    change_index(path, lambda entries: entries | {"lm_head.weight": "a" * 300})
+    for read in (check_checkpoint, load_model):
+        # Python 3.14 takes it for a missing file.
+        with pytest.raises(CheckpointError, match=r"aaa: (File name too long|no such file)$"):
+            read(path)
+
+
 def test_missing_and_doubled_shards(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path, "sdar", shards=2)
     first, second = (path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
