@@ -136,7 +136,7 @@ class Bounds:
 
     def __contains__(self, value: float) -> bool:
         if self.low < value <= self.high:
-            return True
+            return not self.above_low or _float32(value) > self.low  # as the wire rounds it
         return (value == self.low and not self.above_low) or (value == 0 and self.or_zero)
 
     @property

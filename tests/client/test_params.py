@@ -103,9 +103,10 @@ def test_settings_that_no_router_takes_are_named() -> None:
 
 WRONG: list[dict[str, Any]] = [
     {"temperature": -1}, {"temperature": 1e-4}, {"temperature": float("nan")}, {"temperature": "1"},
-    {"temperature": True}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"top_k": 2.0},
-    {"min_p": 2}, {"presence_penalty": 3}, {"frequency_penalty": -3}, {"repetition_penalty": 0},
-    {"n": 0}, {"n": 65}, {"logprobs": 21}, {"max_tokens": 0}, {"max_tokens": 1.5},
+    {"temperature": True}, {"top_p": 0}, {"top_p": 1e-46}, {"top_p": 1.1}, {"top_k": -1},
+    {"top_k": 2.0}, {"min_p": 2}, {"presence_penalty": 3}, {"frequency_penalty": -3},
+    {"repetition_penalty": 0}, {"n": 0}, {"n": 65}, {"logprobs": 21}, {"max_tokens": 0},
+    {"max_tokens": 1.5},
     {"stop": ""}, {"stop": "a" * 257}, {"stop": ["a", "a"]}, {"stop": [1]}, {"stop": 5},
     {"stop": [str(one) for one in range(17)]}, {"stop": ["\ud800"]}, {"stop_token_ids": [-1]},
     {"stop_token_ids": range(65)}, {"stop_token_ids": ["a"]}, {"stop_token_ids": 5},

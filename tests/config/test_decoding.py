@@ -41,7 +41,8 @@ def test_bounds_hold_their_ends_and_no_nan() -> None:
     whole = Bounds(1, 64)
     assert [number in whole for number in (0, 1, 64, 65)] == [False, True, True, False]
     share = Bounds(0.0, 1.0, above_low=True)
-    assert [number in share for number in (0.0, 5e-324, 1.0)] == [False, True, True]
+    # As a float32 of the wire, 1e-46 is 0.
+    assert [number in share for number in (0.0, 1e-46, 1e-45, 1.0)] == [False, False, True, True]
     warm = Bounds(1e-3, 100.0, or_zero=True)
     assert [number in warm for number in (0.0, 1e-4, 1e-3, math.inf)] == [True, False, True, False]
     assert not any(math.nan in bounds for bounds in (share, warm))
@@ -62,6 +63,7 @@ def test_bounds_hold_their_ends_and_no_nan() -> None:
         (Sampling, "temperature", math.inf, "a number from 0.001 to 100, or 0 for greedy"),
         (Sampling, "temperature", -1.0, "got -1"),
         (Sampling, "top_p", 0.0, "a number above 0, at most 1, got 0.0"),
+        (Sampling, "top_p", 1e-46, "a number above 0, at most 1, got 1e-46"),
         (Sampling, "top_p", math.nan, "got nan"),
         (Sampling, "top_k", -1, "from 0 to 2147483647; 0 keeps all"),
         (Sampling, "seed", 2**64, "from 0 to 18446744073709551615"),

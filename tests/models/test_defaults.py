@@ -150,6 +150,7 @@ def test_the_length_of_an_answer(tmp_path: Path) -> None:
     [
         ("temperature", -1, "expected a number from 0.001 to 100, or 0 for greedy, found -1"),
         ("top_p", 1.5, "expected a number above 0, at most 1, found 1.5"),
+        ("top_p", 1e-46, "expected a number above 0, at most 1, found 1e-46"),
         ("top_k", 2.5, "expected an integer from 0"),
         ("top_k", True, "found True"),
         ("max_new_tokens", 0, "expected an integer from 1"),
