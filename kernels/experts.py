@@ -97,8 +97,9 @@ def expert_mlp(
 def own_routes(routes: Routes, held: range, num_routed: int, rank: int, num_ranks: int) -> Routes:
     """Routes [T, K] by the numbers of the experts that the rank holds; NO_EXPERT for others.
 
-    It holds the routed experts `held` of `num_routed`, and all shared ones. Each row's shared
-    experts are computed by one of the ranks, in turn.
+    It holds the routed experts `held` of `num_routed`, and all shared ones. A row's first expert
+    chooses the rank that computes its shared ones, because ranks round what they add: the rank
+    must not depend on other rows.
     """
     experts = routes.experts
     if experts.is_cuda:
@@ -108,9 +109,9 @@ def own_routes(routes: Routes, held: range, num_routed: int, rank: int, num_rank
             experts, routes.weights, held, num_routed, rank, num_ranks
         )
         return Routes(*found, num_ranks)
-    turns = torch.arange(len(experts))[:, None] % num_ranks
+    chosen = experts[:, :1] % num_ranks
     is_shared = experts >= num_routed
-    is_own = torch.where(is_shared, turns == rank, (experts >= held.start) & (experts < held.stop))
+    is_own = torch.where(is_shared, chosen == rank, (experts >= held.start) & (experts < held.stop))
     local = torch.where(is_shared, experts - num_routed + len(held), experts - held.start)
     return Routes(
         torch.where(is_own, local, NO_EXPERT).int(),

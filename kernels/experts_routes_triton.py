@@ -146,7 +146,8 @@ def _own_kernel(
     exists = at < count
     expert = tl.load(experts + at, mask=exists, other=0)
     is_shared = expert >= ROUTED
-    is_own = tl.where(is_shared, (at // K) % RANKS == RANK, (expert >= FIRST) & (expert < END))
+    first = tl.load(experts + at // K * K, mask=exists, other=0)
+    is_own = tl.where(is_shared, first % RANKS == RANK, (expert >= FIRST) & (expert < END))
     local = tl.where(is_shared, expert - ROUTED + END - FIRST, expert - FIRST)
     share = tl.load(weights + at, mask=exists & is_own, other=0.0)
     tl.store(own + at, tl.where(is_own, local, -1), mask=exists)

@@ -98,6 +98,26 @@ def test_a_rank_reads_no_more_than_its_part(tmp_path: Path) -> None:
     assert sizes[1] * 2 == sizes[0]
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_row_has_the_same_bits_at_any_place(
+    tmp_path: Path, family: ExpertFamily, expert_parallel: bool
+) -> None:
+    """Ranks round what they add. So other rows must not choose the rank of a shared expert."""
+    path = write_expert_checkpoint(tmp_path, family, 5)
+
+    def count_changed(place: RankPlace) -> int:
+        model = PagedModel(path, page_size=4, block_size=4, place=place).model
+        assert model.is_deterministic
+        draw = torch.Generator().manual_seed(7)
+        mixed = torch.randn(16, model.q_dim, generator=draw)
+        residual = torch.randn(16, model.config.hidden_size, generator=draw)
+        whole, fewer = model.finish(mixed, residual), model.finish(mixed[1:], residual[1:])
+        return int((whole[1:] != fewer).any(dim=1).sum())
+
+    assert run_ranks(2, count_changed, expert_parallel=expert_parallel) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("family", "size", "expert_parallel", "message"),
     [
