@@ -46,10 +46,12 @@ class PeerSums:
         eps: float,
         *,
         shares: bool | None = None,
+        is_alike: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(normalised sum, sum) of all ranks' x [T, H], which may be in parts, and the residual
         [T, H] that all of them have; the same bits on all ranks. It is queued on the current
-        stream. With `shares` one rank adds up a row for all; None chooses the faster way."""
+        stream. With `shares` one rank adds up a row for all; None chooses the faster way. With
+        `is_alike` a row's bits depend neither on that nor on the number of rows."""
         from effuse.kernels import peers_triton
 
         size = len(self._buffers)
@@ -58,7 +60,7 @@ class PeerSums:
         return peers_triton.launch(
             x if isinstance(x, WeightedParts) else x.contiguous(), residual.contiguous(), weight,
             eps, self._buffers, self._turns,
-            rank=self._rank, size=size, shares=shares,
+            rank=self._rank, size=size, shares=shares, is_alike=is_alike,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ def launch(
     size: int,
     shares: bool,
     ahead: bool | None = None,
+    is_alike: bool = False,
     num_warps: int = 0,
     starts_early: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -55,8 +56,9 @@ def launch(
 
     buffers: addresses [N] int64 of all ranks' buffers [2, N, R, H]; turns: [R] int32. One kernel
     sums up to R rows. With `shares` one rank adds up a row for all, and `ahead` (None: also) lets
-    all rows leave first. A program has `num_warps`, else as many as suit. `starts_early`: None if
-    it may.
+    all rows leave first. A program has `num_warps`, else as many as suit; these choose the order in
+    which a row's squares are added, so with `is_alike` they do not depend on `shares`.
+    `starts_early`: None if it may.
     """
     starts_early = may_start_early(residual.device) if starts_early is None else starts_early
     ahead = shares if ahead is None else ahead
@@ -75,7 +77,7 @@ def launch(
             WEIGHTED=0 if weighted is None else weighted.weights.shape[1],
             HAS_PLACES=places is not None, BITS=_BITS[residual.element_size()], WIDTH=width,
             TILE=tile, STARTS_EARLY=starts_early,
-            num_warps=num_warps or (4 if tile < WIDE else 8 if shares else 16),
+            num_warps=num_warps or (4 if tile < WIDE else 8 if shares or is_alike else 16),
             enable_fp_fusion=True, launch_pdl=starts_early,
         )  # fmt: skip
     return out, total

@@ -269,7 +269,7 @@ class ProcessGroup(Group):
         self, x: Tensor | WeightedParts, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if self._peers is not None:
-            return self._peers.sum_norm(x, residual, weight, eps)
+            return self._peers.sum_norm(x, residual, weight, eps, is_alike=self._in_order)
         return super().sum_norm(x, residual, weight, eps)
 
     def map_peers(self, width: int, dtype: torch.dtype) -> None:

@@ -74,13 +74,21 @@ def test_the_distinct_layout_is_read_in_wide_copies_and_multiplied_on_wgmma(
 
 def test_sums_move_rows_in_wide_accesses_and_poll_past_the_caches(compiled: Compiled) -> None:
     codes = compiled("peers")
-    assert len(codes) == 6
+    assert len(codes) == 12
     assert_no_spills(codes)
     for variant, code in codes:
         assert code.count("LDG.E.U16") == code.count("STG.E.U16") == 0, (variant, str(code))
         # A row to each peer, both results, and places that are free again.
         assert code.count("STG.E.128") >= int(variant[0]) - 1 + 2 + 1, (variant, str(code))
         assert code.count("LDG.E.128.STRONG.SYS") > 0, (variant, str(code))
+
+
+def test_sums_whose_bits_are_alike_add_squares_in_one_order(compiled: Compiled) -> None:
+    """The number of rows chooses whether ranks share them, and warps choose the order."""
+    codes = {variant: code.num_warps for variant, code in compiled("peers")}
+    assert codes["4_ranks"] != codes["4_ranks_share"], "the faster numbers differ"
+    alike = {number for variant, number in codes.items() if variant.endswith("_alike")}
+    assert len(alike) == 1
 
 
 def test_products_of_experts_are_wide_copies_and_tensor_cores(compiled: Compiled) -> None:

@@ -222,7 +222,7 @@ def distinct_variants() -> Variants:
     yield "pages", kernels_of([pages_triton], partial(launch_pages, distinct=True))
 
 
-def launch_sum(size: int, *, shares: bool, ahead: bool, num_parts: int = 0) -> None:
+def launch_sum(size: int, *, shares: bool, num_parts: int = 0, is_alike: bool = False) -> None:
     x, turns = meta(132, 3584), meta(1170, dtype=INT32)
     given: Tensor | WeightedParts = x
     if num_parts:
@@ -230,15 +230,16 @@ def launch_sum(size: int, *, shares: bool, ahead: bool, num_parts: int = 0) -> N
         places, weights = meta(*shape, dtype=INT32), meta(*shape, dtype=FP32)
         given = WeightedParts(meta(132 * num_parts, 3584), places, weights)
     args = given, x, meta(3584), 1e-6, meta(size, dtype=INT64), turns
-    peers_triton.launch(*args, rank=1, size=size, shares=shares, ahead=ahead)
+    peers_triton.launch(*args, rank=1, size=size, shares=shares, is_alike=is_alike)
 
 
 def peer_variants() -> Variants:
     cases = ((2, False, 0), (4, False, 0), (4, True, 0), (8, True, 0), (2, False, 9), (4, True, 9))
     for size, shares, num_parts in cases:
-        launch = partial(launch_sum, size, shares=shares, ahead=shares, num_parts=num_parts)
+        launch = partial(launch_sum, size, shares=shares, num_parts=num_parts)
         name = f"{size}_ranks{'_share' * shares}{'_parts' * bool(num_parts)}"
         yield name, kernels_of([peers_triton], launch)
+        yield f"{name}_alike", kernels_of([peers_triton], partial(launch, is_alike=True))
 
 
 def row_variants() -> Variants:
