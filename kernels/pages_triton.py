@@ -88,7 +88,8 @@ def _places(slots, dim, kc_page, vc_page, PAGE_SIZE: tl.constexpr, PIECE: tl.con
     return k_tokens[:, None] + k_dims[None, :], (dim * PAGE_SIZE)[:, None] + v_tokens[None, :]
 
 
-@triton.jit
+# One kernel for all counts: a new kind of count must not compile while requests wait.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _store_distinct_kernel(
     k, v, k_cache, v_cache, slot_mapping, num_tokens, k_token, k_head, v_token, v_head,
     kc_page, kc_head, vc_page, vc_head,
