@@ -289,7 +289,7 @@ def used(settings: DecodeSettings) -> DecodeSettings:
         form = f"one of {', '.join(traits.orders)} with {settings.algorithm}"
         raise SettingError("remasking", form, settings.remasking)
     plain = DecodeSettings(algorithm=settings.algorithm, denoising_steps=settings.denoising_steps)
-    names = {"remasking", "cache", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf"}
+    names = {"cache", "cfg_scale", "logits_eos_inf", "confidence_eos_eot_inf"}
     unused = names.difference(traits.settings)
     return msgspec.structs.replace(settings, **{name: getattr(plain, name) for name in unused})
 

@@ -208,7 +208,8 @@ def _put_settings(
     program = ALGORITHMS[settings.algorithm].slot_program
     assert program is not None, "the host feeds the other algorithms"
     row[Column.ALGORITHM] = program
-    row[Column.REMASKING] = _REMASKINGS.index(settings.remasking)
+    if settings.remasking in _REMASKINGS:  # a program with a window reads none
+        row[Column.REMASKING] = _REMASKINGS.index(settings.remasking)
     row[Column.WINDOW] = settings.window
     row[Column.STEPS] = settings.denoising_steps
     row[Column.TOP_K] = sampling.top_k

@@ -304,8 +304,7 @@ def test_what_cannot_run_here_is_refused(
         ("dream", {"cache": "prefix", "cfg_scale": 1.0}),
         ("llada", {"cache": "dual"}),
         ("fast_dllm", {"cfg_scale": 1.0, "logits_eos_inf": True}),
-        ("d2f", {"remasking": "random"}),
-        ("d2f", {"remasking": "entropy_bounded"}),
+        ("d2f", {"remasking": "random", "cache": "dual"}),
     ],
 )
 def test_settings_of_another_algorithm_change_nothing(

@@ -18,7 +18,9 @@ from effuse.models.group import ProcessGroup, join_group
 class Ones:
     """PeerSums whose results are ones."""
 
-    def sum_norm(self, _: object, residual: Tensor, *__: object) -> tuple[Tensor, Tensor]:
+    def sum_norm(
+        self, _: object, residual: Tensor, *__: object, is_alike: bool
+    ) -> tuple[Tensor, Tensor]:
         return torch.ones_like(residual), torch.ones_like(residual)
 
 
