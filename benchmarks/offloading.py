@@ -54,7 +54,7 @@ from effuse.kvtransfer.units import Key
 from effuse.models.config import ModelConfig
 from effuse.worker.messages import StartPrefill
 
-ROUNDS, WARM_UP = 9, 2
+ROUNDS, WARM_UP = 10, 2
 _WAIT_S = 1e-3
 PAGES = LENGTH // PAGE_SIZE
 

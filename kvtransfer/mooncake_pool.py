@@ -205,6 +205,7 @@ class MooncakePool(UnitStore):
         """`content` names all facts on which the bytes of a unit depend, beside its key."""
         super().__init__()
         self._address, self._host = address, host
+        self._readers = Threads(1)  # two calls at the same time take longer than one by one
         self._prefix = "/".join(part for part in ("effuse", address.namespace, content) if part)
         place = f"{address.host}:{address.port}/{self._prefix}".encode()
         self.number = int.from_bytes(hashlib.sha256(place).digest()[:7]) or 1
