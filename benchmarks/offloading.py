@@ -24,7 +24,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -132,14 +132,13 @@ class Bench:
         """By the rule, and always. The second way finds warmer memory, so each is first every other
         time."""
         times = self.times
-        ways = [
-            (None, times.from_host, times.from_store),
-            (True, times.only_host, times.only_store),
+        always = patch.object(TieredCache, "_is_faster", return_value=True)
+        ways: list[tuple[AbstractContextManager[object], list[float], list[float]]] = [
+            (nullcontext(), times.from_host, times.from_store),
+            (always, times.only_host, times.only_store),
         ]
-        for always, host, store in ways if turn % 2 else reversed(ways):
-            with ExitStack() as stack:
-                if always:
-                    stack.enter_context(patch.object(TieredCache, "_is_faster", return_value=True))
+        for rule, host, store in ways if turn % 2 else reversed(ways):
+            with rule:
                 self._load(prompt, host, store)
 
     def _load(self, prompt: Sequence[int], host: list[float], store: list[float]) -> None:

@@ -56,7 +56,7 @@ def product_kernel(
         mbarrier.init(empty.index(stage), count=CONSUMERS)  # those that read a stage
     ended = empty
     if CONSUMERS == 1:
-        # Not otherwise: the compiler gives the memory of a barrier that nobody waits for to values,
+        # Not otherwise: the compiler gives the memory of a barrier without any wait to values,
         # and a GPU that interrupts a kernel for another process writes the barrier over them.
         ended = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for consumer in gl.static_range(2):
