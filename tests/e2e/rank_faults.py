@@ -30,11 +30,10 @@ import psutil
 from e2e.client import connect
 from e2e.degrees import Asked
 from e2e.kept import LLADA2
-from e2e.same_answers import BASE, HOST_GIB, answers, loaded_bytes, requests
+from e2e.same_answers import BASE, HOST_GIB, answers, loaded_bytes, place_of, requests
 from e2e.test_detection import lives
 from e2e.test_equality import solid_jobs
 from e2e.tiny import fleet_of, tiny_fleet
-from kvtransfer.lmcache_stand_in import StandIn
 from slowness import patient
 
 import effuse
@@ -48,7 +47,6 @@ from effuse.worker.gpus import gpus_here
 CLIENTS = 4
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 _LIMIT_S = patient(180.0)
-_SPOIL_S = 3.0
 _PAUSE_S = 0.2  # of a client, so that workers that start get a processor too
 
 
@@ -220,12 +218,9 @@ def serving(
 def with_pool() -> Iterator[tuple[Fleet, list[Asked]]]:
     """2P2D with two ranks in each worker, whose prompts go through a pool. Every few seconds it
     loses units and spoils others, and few fit into the workers, so they are read often."""
-    pairs, is_over = (
-        solid_jobs("sdar", "block_diffusion", seed=3, least_blocks=7),
-        threading.Event(),
-    )
+    pairs = solid_jobs("sdar", "block_diffusion", seed=3, least_blocks=7)
     with (
-        contextlib.closing(StandIn()) as pool,
+        place_of("pool") as pool,
         tiny_fleet(
             "sdar",
             connector="zmq",
@@ -234,23 +229,12 @@ def with_pool() -> Iterator[tuple[Fleet, list[Asked]]]:
             num_pages=96,
             worker_flags=(
                 *("--tensor-parallel-size", "2", "--hang-timeout-s", "6"),
-                *("--kv-pool", pool.url, "--kv-offloading-size", "0.001"),
+                *("--kv-pool", pool, "--kv-offloading-size", "0.001"),
             ),
             router_flags=("--kv-mode", "pool"),
         ) as fleet,
     ):
-
-        def spoil() -> None:
-            while not is_over.wait(_SPOIL_S):
-                pool.spoil()
-
-        spoiling = threading.Thread(target=spoil)
-        spoiling.start()
-        try:
-            yield fleet, [(job.message(), expected.token_ids) for job, expected in pairs]
-        finally:
-            is_over.set()
-            spoiling.join()
+        yield fleet, [(job.message(), expected.token_ids) for job, expected in pairs]
 
 
 @contextlib.contextmanager
@@ -292,10 +276,10 @@ def engines(connector: str, *, eager: bool, tier: str) -> Iterator[tuple[Fleet, 
     pages = 160 if tier else 4096
     way = replace(BASE, connector=connector, eager=eager, pages=pages, tier=tier)
     with (
-        tempfile.TemporaryDirectory(prefix="effuse-faults-") as files,
+        place_of(tier) as below,
         Fleet(
             replace(
-                way.config(device, mode, files),
+                way.config(device, mode, below),
                 prefill=2,
                 decode=2,
                 gpus=gpus or None,
@@ -308,7 +292,7 @@ def engines(connector: str, *, eager: bool, tier: str) -> Iterator[tuple[Fleet, 
             list(pool.map(client.generate, messages))  # compiles what is left
         yield fleet, [(one, tokens[0]) for one, tokens in zip(messages, found, strict=True)]
         moved = {name: loaded_bytes(fleet, name) for name in HOST_GIB}
-        print(f"bytes from host memory {moved['host']}, of them from files {moved['files']}")
+        print(", ".join(f"{count} bytes by way of {name}" for name, count in moved.items()))
         assert not tier or moved[tier], f"no unit came back from {tier}"
 
 

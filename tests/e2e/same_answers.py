@@ -10,16 +10,19 @@ From the root of the checkout: PYTHONPATH=src:tests python -P -m e2e.same_answer
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from e2e.test_metrics import scrape
+from kvtransfer.lmcache_stand_in import StandIn
 
 import effuse
 from effuse.cli.commands import FleetConfig
@@ -44,10 +47,10 @@ class Way:
     eager: bool = False
     pages: int = 4096
     ranks: int = 1  # of each worker
-    tier: str = ""  # below these pages: "host" memory, or also "files"
+    tier: str = ""  # below these pages: "host" memory, or also "files" or a "pool"
 
-    def config(self, device: str, mode: tuple[str, ...], directory: str) -> FleetConfig:
-        """The fleet's; `directory` is for files."""
+    def config(self, device: str, mode: tuple[str, ...], below: str) -> FleetConfig:
+        """The fleet's; `below` is a directory for files, or the URL of a pool."""
         count = self.ranks * (1 + self.is_split)
         gpus = tuple(gpus_here())[:count] if device == "cuda" else None
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -64,7 +67,7 @@ class Way:
                 *(() if self.caches else (NO_CACHE,)),
                 *(("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()),
                 *(("--kv-offloading-size", HOST_GIB[self.tier]) if self.tier else ()),
-                *(("--kv-offloading-dir", directory) if self.tier == "files" else ()),
+                *((PLACES[self.tier], below) if self.tier in PLACES else ()),
             ),
             gpus=gpus,
             gpu_sharing=gpus is not None and len(gpus) < count,
@@ -72,9 +75,16 @@ class Way:
         )
 
 
+SPOIL_S = 3.0
 NO_CACHE = "--no-enable-prefix-caching"
-HOST_GIB = {"host": "0.5", "files": "0.005"}
-LOADED = {"host": ("loaded",), "files": ("read", "loaded")}  # counters of bytes that came back
+HOST_GIB = {"host": "0.5", "files": "0.005", "pool": "0.005"}
+PLACES = {"files": "--kv-offloading-dir", "pool": "--kv-pool"}
+# Counters of bytes that came back.
+LOADED = {
+    "host": ("offload_loaded",),
+    "files": ("offload_read", "offload_loaded"),
+    "pool": ("pool_read", "offload_loaded"),
+}
 BASE = Way()
 WAYS = {
     "alone": replace(BASE, at_once=1),
@@ -89,6 +99,7 @@ WAYS = {
     "preempted": replace(BASE, pages=20, at_once=64),
     "host memory": replace(BASE, pages=160, times=2, tier="host"),
     "files": replace(BASE, pages=160, times=2, tier="files"),
+    "pool": replace(BASE, pages=160, times=2, tier="pool"),
 }
 
 
@@ -124,8 +135,8 @@ def answers(
         return tokens, sum(own.stats.preemptions for own in found.answers)
 
     with (
-        tempfile.TemporaryDirectory(prefix="effuse-same-") as directory,
-        Fleet(way.config(device, mode, directory)) as fleet,
+        place_of(way.tier) as below,
+        Fleet(way.config(device, mode, below)) as fleet,
         effuse.Client(fleet.address, timeout_s=300) as client,
         ThreadPoolExecutor(way.at_once) as pool,
     ):
@@ -134,10 +145,39 @@ def answers(
     return [tokens for tokens, _ in found], sum(count for _, count in found), moved
 
 
+@contextlib.contextmanager
+def place_of(tier: str) -> Iterator[str]:
+    """A directory for files, or the URL of a pool that loses and spoils units all the time."""
+    if tier != "pool":
+        with tempfile.TemporaryDirectory(prefix="effuse-same-") as directory:
+            yield directory
+        return
+    with contextlib.closing(StandIn()) as pool, spoiled(pool):
+        yield pool.url
+
+
+@contextlib.contextmanager
+def spoiled(pool: StandIn) -> Iterator[None]:
+    """Loses and spoils units of the pool every few seconds, until the context ends."""
+    is_over = threading.Event()
+
+    def spoil() -> None:
+        while not is_over.wait(SPOIL_S):
+            pool.spoil()
+
+    spoiling = threading.Thread(target=spoil)
+    spoiling.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        spoiling.join()
+
+
 def loaded_bytes(fleet: Fleet, tier: str) -> int:
     """KV bytes that came from a tier; 0 if there is none."""
     samples = scrape(fleet).items()
-    counters = [f"effuse_kv_offload_{name}_bytes_total" for name in LOADED.get(tier, ())]
+    counters = [f"effuse_kv_{name}_bytes_total" for name in LOADED.get(tier, ())]
     return int(min((sum(n for key, n in samples if key[0] == c) for c in counters), default=0))
 
 
@@ -158,7 +198,7 @@ def mixed(rng: random.Random) -> Way:
         connector=rng.choice(("nixl", "zmq")),
         eager=rng.random() < 0.3,
         pages=rng.choice((160, 4096)),
-        tier=rng.choice(("", *HOST_GIB)) if caches else "",
+        tier=rng.choice(("", "host", "files")) if caches else "",
     )
 
 
