@@ -25,6 +25,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -250,7 +251,6 @@ class Turn:
     place: float = 0.0  # of the same tenant those of smaller places go first
     num_answers: int = 1  # what it counts as
     since: float = 0.0  # when it began to wait
-    number: int = 0  # first come, first served among equals
 
 
 @dataclass(slots=True)
@@ -274,7 +274,6 @@ class FairQueue:
         self._lines: dict[str, _Line] = {}  # none is empty
         self._turns: deque[str] = deque()  # the tenant whose turn it is stands first
         self._size = 0
-        self._num_pushed = 0
 
     def __len__(self) -> int:
         return self._size
@@ -310,9 +309,8 @@ class FairQueue:
         if line is None:
             line = self._lines[turn.tenant] = _Line()
             self._turns.append(turn.tenant)
-        self._num_pushed += 1
-        turn.number, turn.cost = self._num_pushed, max(1, turn.cost)
-        insort(line.waiting, turn, key=lambda one: (one.place, one.number))
+        turn.cost = max(1, turn.cost)
+        insort(line.waiting, turn, key=attrgetter("place"))  # behind its equals
         line.length += turn.num_answers
         self._size += turn.num_answers
 
