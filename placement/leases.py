@@ -233,7 +233,6 @@ class Snapshot:
 
     sightings: dict[str, Sighting]  # in the order of their ids
     is_current: bool  # the last poll was answered
-    malformed: int = 0  # records ignored so far because they broke their schema
     polled_at: float = float("-inf")  # when the last answered poll was sent
     faults: frozenset[str] = frozenset()  # errors of the records ignored in its answer
 
@@ -262,12 +261,11 @@ def merge(
     sees dead workers. A worker that has released its lease leaves immediately.
     """
     found: dict[str, Sighting] = {}
-    malformed, faults = before.malformed, set[str]()
+    faults = set[str]()
     for value, left_s in answer:
         try:
             record = decode_worker(value)
         except MalformedRecord as error:
-            malformed += 1
             if (fault := str(error)) not in before.faults | faults:
                 LOG.warning("ignored a %s", fault)
             faults.add(fault)
@@ -280,7 +278,7 @@ def merge(
     here = {k: s for k, s in found.items() if s.record.state != "released"}
     both = kept | here
     sightings = {name: both[name] for name in sorted(both)}
-    return Snapshot(sightings, True, malformed, asked_at, frozenset(faults))
+    return Snapshot(sightings, True, asked_at, frozenset(faults))
 
 
 def _pardon(sighting: Sighting, now: float) -> Sighting:

@@ -103,9 +103,9 @@ class Readers:
         stored = drawn_record(draw, draw.choice(WORKERS))
         left_s = draw.choice((0.0, 1.0, 60.0))
         found = merge(Snapshot({}, True), [(stored, left_s)], 0.0, 0.0)
-        if not found.malformed and draw.random() < ASKED_SHARE:
+        if not found.faults and draw.random() < ASKED_SHARE:
             await self._believe(stored)
-        return "malformed worker" if found.malformed else "worker"
+        return "malformed worker" if found.faults else "worker"
 
     async def _believe(self, stored: bytes) -> None:
         """The router sees it beside its own workers, and still answers."""

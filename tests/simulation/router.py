@@ -181,7 +181,7 @@ class Router:
         answer = self.fleet.registry.workers(self.host)
         if answer is None:
             before = self._snapshot
-            self._snapshot = Snapshot(before.sightings, False, 0, before.polled_at)
+            self._snapshot = Snapshot(before.sightings, False, before.polled_at)
         else:
             self._snapshot = merge(self._snapshot, answer, now, now)
         self._check_view()
