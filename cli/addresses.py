@@ -24,7 +24,8 @@ SECRET: Final = "fleet.secret"
 def addresses(target: str) -> list[str]:
     """A line for each address of the fleet behind `target`, as host:port: gRPC, HTTP and page, and
     metrics. Only fleets that this user started on this machine have more than the first."""
-    processes = _facts_of(target)
+    home = _home_of(target)
+    processes = {} if home is None else _facts_in(home)
     served = {name: facts["metrics"] for name, facts in processes.items() if "metrics" in facts}
     http = dict.fromkeys(facts["http"] for facts in processes.values() if "http" in facts)
     lines = {
@@ -42,14 +43,8 @@ def secret_of(target: str) -> Path | None:
     return home / SECRET if home is not None and (home / SECRET).exists() else None
 
 
-def _facts_of(target: str) -> dict[str, dict[str, str]]:
-    """The facts in the ready files of this user's fleet at `target`, by process; empty if there is
-    no such fleet here."""
-    home = _home_of(target)
-    return {} if home is None else _facts_in(home)
-
-
 def _facts_in(home: Path) -> dict[str, dict[str, str]]:
+    """The facts in the ready files of a fleet, by process."""
     found: dict[str, dict[str, str]] = {}
     for file in home.glob(f"*{READY}"):
         with suppress(OSError, ValueError):  # it is being replaced
@@ -58,7 +53,7 @@ def _facts_in(home: Path) -> dict[str, dict[str, str]]:
 
 
 def _home_of(target: str) -> Path | None:
-    """The directory of this user's fleet at `target`."""
+    """The directory of this user's fleet at `target`; None if there is no such fleet here."""
     host, _, port = target.rpartition("://")[2].strip("/").rpartition(":")
     for home in homes(PREFIX, are_running=True):
         for name, facts in _facts_in(home).items():

@@ -5,7 +5,6 @@ the user's next fleet removes it.
 """
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
@@ -83,10 +82,10 @@ class Home:
 
     def live_workers(self, router: str) -> tuple[int, int]:
         """Prefill and decode workers that a router knows, from its ready file."""
-        ready = self.ready_file(router)
-        if not ready.exists():  # it is being replaced
+        try:
+            facts = self.facts(router)
+        except FileNotFoundError:  # it is being replaced
             return 0, 0
-        facts = json.loads(ready.read_text())
         return int(facts["prefill"]), int(facts["decode"])
 
     def knows(self, router: str, worker_id: str) -> bool:
