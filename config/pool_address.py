@@ -36,11 +36,9 @@ class PoolAddress:
         protocol, devices = given.pop("protocol", "tcp"), given.pop("devices", "")
         kind = parts.scheme
         is_known = kind == "mooncake" or (kind == "lmcache" and not parts.query)
-        is_whole = is_known and host and port and "@" not in parts.netloc
-        if not is_whole or given or parts.fragment or not _NAMESPACE.fullmatch(namespace):
-            raise ValueError(f"expected {FORM}, got {url!r}")
-        assert host and port, "checked above"
-        if protocol not in ("tcp", "rdma"):
+        has_rest = given or parts.fragment or "@" in parts.netloc
+        is_valid = protocol in ("tcp", "rdma") and _NAMESPACE.fullmatch(namespace)
+        if not (is_known and host and port and is_valid) or has_rest:
             raise ValueError(f"expected {FORM}, got {url!r}")
         return cls(
             host=host,
