@@ -20,6 +20,7 @@ gaps take g seconds, and X prefill and Y decode workers serve w requests a secon
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -262,13 +263,8 @@ class Planner(Struct, frozen=True, dict=True):
             high *= 2
             if high > MOST_WORKERS:
                 raise ValueError("no number of workers meets the objectives")
-        low = high // 2 + 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.best(middle, rate).rate >= rate:
-                high = middle
-            else:
-                low = middle + 1
+        fewer = range(high // 2 + 1, high)
+        low = fewer.start + bisect_left(fewer, rate, key=lambda each: self.best(each, rate).rate)
         return self.best(low, rate)
 
     def _utilisation(self, left_s: float, servers: float) -> float:
