@@ -71,5 +71,3 @@ class IllegalRequestEvent(Exception):
         super().__init__(
             f"a request in state {state.value} does not accept the event {event.value}"
         )
-        self.state = state
-        self.event = event

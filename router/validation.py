@@ -94,8 +94,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     def without_prompt(self, num_shown: int) -> Asked:
         """The same without the prompt, which may be large, except for `num_shown` characters."""
-        sent, most = self.sent, num_shown
-        kept = pb.GenerateRequest(prompt=sent.prompt[:most], request_class=sent.request_class)
+        sent = self.sent
+        kept = pb.GenerateRequest(prompt=sent.prompt[:num_shown], request_class=sent.request_class)
         for name in ("sampling", "stopping", "output"):
             if sent.HasField(name):
                 getattr(kept, name).CopyFrom(getattr(sent, name))
