@@ -24,7 +24,7 @@ from effuse.client.params import NAMES, NUMBERS, Params
 from effuse.client.retries import DEFAULT_TARGET, NEVER_CONNECTED
 from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.decoding import BIAS, Bounds
-from effuse.config.flags import CommandError, add_switch, flag_of, make_parser
+from effuse.config.flags import CommandError, add_switch, flag_of, make_parser, typed
 from effuse.placement.records import check_name
 from effuse.protos.errors import EffuseError, from_rpc_error, lost
 from effuse.protos.tls import TlsFiles
@@ -76,21 +76,13 @@ def reader(
 _TOKEN_ID = whole(0, 2**32 - 1)  # the range of the wire
 
 
-def _path(form: str, accepts: Callable[[Path], bool]) -> Callable[[str], Path]:
-    def parse(text: str) -> Path:
-        # An empty text, such as an unset variable of a shell, would be the working directory.
-        if not (text and accepts(path := Path(text))):
-            raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}")
-        return path
-
-    return parse
-
-
-directory: Final = _path("a directory", Path.is_dir)
-file: Final = _path("a file", lambda path: path.exists() and not path.is_dir())
+directory: Final = typed(Path, "a directory", Path.is_dir)
+file: Final = typed(Path, "a file", lambda path: path.exists() and not path.is_dir())
 """A pipe also counts."""
-new_file: Final = _path(
-    "a file in an existing directory", lambda path: path.parent.is_dir() and not path.is_dir()
+new_file: Final = typed(
+    Path,
+    "a file in an existing directory",
+    lambda path: path.parent.is_dir() and not path.is_dir(),
 )
 
 

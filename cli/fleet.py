@@ -27,12 +27,12 @@ from effuse.cli.commands import (
     renamed,
     router_names,
 )
-from effuse.cli.gpus import VARIABLE
 from effuse.cli.home import Home
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.config.flags import CommandError
 from effuse.placement.access import Silence
+from effuse.worker.gpus import VARIABLE
 
 LOG: Final = logging.getLogger(__name__)
 Role = Literal["redis", "router", "prefill", "decode", "worker"]

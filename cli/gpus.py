@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from effuse.worker.gpus import NAME
-from effuse.worker.gpus import VARIABLE as VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

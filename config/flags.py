@@ -17,6 +17,7 @@ import sys
 import tomllib
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from itertools import takewhile
 from operator import index
@@ -291,7 +292,7 @@ def _add(parser: "argparse._ActionsContainer", one: "Field[Any]", hint: object) 
         forms = {int: "a whole number", float: "a number", Path: "a path"}
         form = forms.get(cast(type, kind), "")
         parser.add_argument(
-            flag, type=_value(parse_value, form), default=default, metavar=name, help=text
+            flag, type=typed(parse_value, form), default=default, metavar=name, help=text
         )
 
 
@@ -332,16 +333,17 @@ _FROM_PYTHON: Final[Mapping[type, tuple[Any, str, Callable[[Any], object]]]] = {
 """By a field's type: the types that Python code may set, their form, and the conversion."""
 
 
-def _value(parse_value: Callable[[str], Any], form: str) -> Callable[[str], Any]:
-    """A flag's type whose error names the accepted form."""
+def typed(
+    kind: Callable[[str], Any], form: str, accepts: Callable[[Any], bool] = lambda value: True
+) -> Callable[[str], Any]:
+    """A flag's type, whose error names the accepted form."""
 
     def parse(text: str) -> Any:
-        try:
-            if parse_value is Path and not text:  # such as an unset variable of a shell
-                raise ValueError
-            return parse_value(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}") from None
+        with suppress(ValueError):
+            # An empty path, such as an unset variable of a shell, would be the working directory.
+            if (text or kind is not Path) and accepts(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"expected {form}, got {text!r}")
 
     return parse
 
