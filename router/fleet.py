@@ -339,7 +339,6 @@ class RoutedFleet:
             had.tokens + now.tokens - before.tokens,
             had.prompts + now.prompts - before.prompts,
             had.to_prefill + now.to_prefill - before.to_prefill,
-            had.answers + now.answers - before.answers,
             had.placed + max(0, begun),
         )
 
@@ -381,7 +380,7 @@ class AttemptShare:
     def end_prompt(self) -> None:
         """The prompt's KV is complete."""
         had_own = self._decode.to_prefill > 0
-        self.take(replace(self._decode, to_prefill=0, answers=1), IDLE)
+        self.take(replace(self._decode, to_prefill=0), IDLE)
         if had_own or self._fleet.num_alone:  # for which its prefill worker may be empty now
             self._fleet.announce_change()
 

@@ -29,7 +29,6 @@ class InFlight(Struct, frozen=True):
     tokens: int = 0  # of their prompts and of them
     prompts: int = 0  # that it computes for other workers
     to_prefill: int = 0  # tokens of prompts that it has yet to compute, for itself or for others
-    answers: int = 0  # answers whose prompts are complete
     placed: int = 0  # of both ever, to take turns among equals
 
     @property

@@ -52,7 +52,6 @@ class Moment(NamedTuple):
 
     at_s: float  # on the router's clock
     event: Event
-    state: State  # after the event
     note: str
 
 
@@ -107,7 +106,7 @@ class AnswerState:
         self.state = state
         if [one.event for one in self.moments[-2:]] == [event, event]:  # only commits repeat
             self.moments.pop()
-        self.moments.append(Moment(now, event, state, note))
+        self.moments.append(Moment(now, event, note))
         del self.moments[:-HISTORY_LENGTH]
         return state
 

@@ -128,15 +128,15 @@ def test_counts_come_back_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("prefill", [None, worker("p0")], ids=["own prompt", "remote"])
-def test_an_answer_counts_once_its_prompt_is_complete(prefill: WorkerRecord | None) -> None:
+def test_a_prompt_counts_until_it_is_complete(prefill: WorkerRecord | None) -> None:
     fleet = RoutedFleet(View(worker("d0"), worker("p0")), "auto", lambda: 0.0)
     placement = Placement(worker("d0"), prefill)
     with fleet.counted(placement, 7, 9) as share:
         for _ in range(2):
             share.end_prompt()
             decode, other = (c.in_flight for c in fleet.candidates())
-            assert (decode.answers, decode.to_prefill, other.to_prefill) == (1, 0, 0)
-    assert {c.in_flight.answers for c in fleet.candidates()} == {0}
+            assert (decode.requests, decode.to_prefill, other.to_prefill) == (1, 0, 0)
+    assert all(c.in_flight.is_idle for c in fleet.candidates())
 
 
 def test_a_prompt_that_is_shared_counts_once() -> None:
