@@ -32,7 +32,6 @@ class Canvas:
 
     text: str = ""
     num_tokens: int = 0
-    forward_passes: int = 0
     _drafts: dict[int, str] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
@@ -42,7 +41,6 @@ class Canvas:
             commit = event.commit
             self.text += commit.text
             self.num_tokens = commit.token_offset + commit.num_tokens
-            self.forward_passes = commit.forward_passes
             # Final text replaces the drafts that it covers.
             self._drafts = {at: text for at, text in self._drafts.items() if at >= self.num_tokens}
         elif event.HasField("progress"):

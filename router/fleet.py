@@ -244,10 +244,6 @@ class RoutedFleet:
         self._freed.extend(one.life for one in workers if one is not None)
         self.announce_change()
 
-    def in_flight(self, life: WorkerLife) -> InFlight:
-        """Our requests on a worker now."""
-        return self._in_flight.get(life, IDLE)
-
     def loads(self) -> tuple[RoutedLoad, ...]:
         """What we have on workers now, for other routers."""
         return tuple(
