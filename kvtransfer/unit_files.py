@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -67,8 +68,8 @@ def _write(path: Path, key: Key, facts: Facts, views: Sequence[memoryview]) -> i
     head = facts().pack(key, sum(view.nbytes for view in views))
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        with open(partial, "wb", buffering=0, opener=_private) as file:
-            size = sum(_write_all(file.fileno(), part) for part in (memoryview(head), *views))
+        with open(partial, "wb", opener=_private) as file:
+            size = file.write(head) + sum(map(file.write, views))
         partial.replace(path)
     except OSError:
         _remove(partial)
@@ -76,41 +77,31 @@ def _write(path: Path, key: Key, facts: Facts, views: Sequence[memoryview]) -> i
     return size
 
 
-def _write_all(descriptor: int, data: memoryview) -> int:
-    at = 0
-    while at < data.nbytes:
-        at += os.write(descriptor, data[at:])
-    return at
-
-
 def _read(path: Path, key: Key, views: Sequence[memoryview]) -> UnitFacts:
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         size = sum(view.nbytes for view in views)
-        head = _exactly(file.fileno(), HEAD.size)
+        head = _exactly(file, HEAD.size)
         try:
-            head += _exactly(file.fileno(), size_of_boundary(head, size))
+            head += _exactly(file, size_of_boundary(head, size))
             facts = unpack(head, key, size)
         except ValueError as error:
             raise ValueError(f"{path.name}: {error}") from error
         for view in views:
-            _fill(file.fileno(), view)
+            _fill(file, view)
         with contextlib.suppress(OSError):  # a disk that can only be read
             os.utime(file.fileno())  # the next process counts it as used
     return facts
 
 
-def _exactly(descriptor: int, count: int) -> bytes:
+def _exactly(file: BufferedReader, count: int) -> bytes:
     data = bytearray(count)
-    _fill(descriptor, memoryview(data))
+    _fill(file, memoryview(data))
     return bytes(data)
 
 
-def _fill(descriptor: int, view: memoryview) -> None:
-    at = 0
-    while at < view.nbytes:
-        if not (count := os.readv(descriptor, [view[at:]])):
-            raise ValueError("the file is shorter than its header states")
-        at += count
+def _fill(file: BufferedReader, view: memoryview) -> None:
+    if file.readinto(view) < view.nbytes:
+        raise ValueError("the file is shorter than its header states")
 
 
 def _remove(path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene
+from kvtransfer.tier_scene import PAGE_BYTES, TEXTS, Scene, open_on_full_disk
 
-from effuse.kvtransfer import tiered_cache
+from effuse.kvtransfer import tiered_cache, unit_files
 from effuse.kvtransfer.store_tier import AGAIN_S, READ_S, WRITE_S
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
@@ -256,10 +256,7 @@ def test_writes_that_do_not_answer_stop_no_saving(
 def test_a_full_disk_costs_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", refuse)
+    monkeypatch.setattr(unit_files, "_private", open_on_full_disk)
     scene = Scene(random.Random(1), directory=tmp_path, num_slots=12)
     scene.run(*TEXTS, *TEXTS)
     assert len([one for one in caplog.records if "No space left" in one.getMessage()]) == 1
@@ -271,10 +268,7 @@ def test_a_full_disk_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     scene = Scene(random.Random(1), directory=tmp_path, num_slots=12)
     scene.run(*TEXTS)
 
-    def refuse(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", refuse)
+    monkeypatch.setattr(unit_files, "_private", open_on_full_disk)
     scene.run([8] * 24)
     assert scene.counts.failures > 0
     late = next(text for text in TEXTS if _is_filed_only(scene, text))

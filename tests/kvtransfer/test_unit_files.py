@@ -7,10 +7,13 @@ import stat
 import subprocess
 import sys
 import time
+from io import BufferedReader
 from pathlib import Path
 
 import pytest
+from kvtransfer.tier_scene import open_on_full_disk
 
+from effuse.kvtransfer import unit_files
 from effuse.kvtransfer.stores import UnitFacts
 from effuse.kvtransfer.unit_files import UnitFiles
 
@@ -116,11 +119,8 @@ def test_cut_swapped_and_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
     files = UnitFiles(tmp_path, 1000)
-    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", refuse)
+    monkeypatch.setattr(unit_files, "_private", open_on_full_disk)
     with pytest.raises(OSError, match="No space left"):
         write(files, KEYS[0])
     assert KEYS[0] not in files and not list(tmp_path.iterdir())
@@ -152,12 +152,12 @@ def test_a_file_that_is_removed_while_it_is_read_stays_away(
     write(files, KEYS[0])
     (path,) = tmp_path.iterdir()
 
-    def remove(descriptor: int, into: list[memoryview]) -> int:
+    def remove(file: BufferedReader, view: memoryview) -> None:
         path.unlink(missing_ok=True)
-        return original(descriptor, into)
+        original(file, view)
 
-    original = os.readv
-    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.readv", remove)
+    original = unit_files._fill
+    monkeypatch.setattr(unit_files, "_fill", remove)
     assert read(files, KEYS[0]) == (FACTS, b"x" * 100)
     assert not list(tmp_path.iterdir())
 
@@ -181,13 +181,14 @@ def test_two_processes_write_the_same_unit_at_the_same_time(
     """Containers often have equal process ids. Nor is a file counted twice."""
     first, second = UnitFiles(tmp_path, 1000), UnitFiles(tmp_path, 1000)
 
-    def write_second(descriptor: int, data: memoryview) -> int:
-        monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", original)
+    def write_second(path: str, flags: int) -> int:
+        monkeypatch.setattr(unit_files, "_private", original)
+        opened = original(path, flags)
         write(second, KEYS[0])
-        return original(descriptor, data)
+        return opened
 
-    original = os.write
-    monkeypatch.setattr("effuse.kvtransfer.unit_files.os.write", write_second)
+    original = unit_files._private
+    monkeypatch.setattr(unit_files, "_private", write_second)
     write(first, KEYS[0])
     write(first, KEYS[0])
     assert read(first, KEYS[0]) == (FACTS, b"x" * 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,12 @@ from effuse.kvtransfer.units import HeldUnits
 
 PAGE_BYTES = 64
 TEXTS = [random.Random(number).choices(range(9), k=24) for number in range(4)]
+
+
+def open_on_full_disk(path: str, flags: int) -> int:
+    """Opens a new file on a disk that has no room for its bytes."""
+    os.close(os.open(path, flags, 0o600))
+    return os.open("/dev/full", os.O_WRONLY)
 
 
 @dataclass
