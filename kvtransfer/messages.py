@@ -223,44 +223,41 @@ class BoundaryState(Struct, frozen=True, kw_only=True):
     hidden: Annotated[bytes, Meta(max_length=MAX_HIDDEN_BYTES)] | None = None
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
-    """A writing rank's account of a finished push of this part. It has no page numbers: each
-    Pages named its own, and all reserved pages must have arrived.
-    """
+class Account(Struct, frozen=True):
+    """Whom a sender's message is from and for: the attempt, both ends, and the sender's part."""
 
     attempt: AttemptId
     source: Name  # incarnations, like the next one
     destination: Name
     part: KVPart
-    fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
-    digest: Digest  # of this part of all pages in order, in the sender's memory
-    num_bytes: U63
-    boundary: BoundaryState
 
     @property
     def transfer_id(self) -> str:
         return self.attempt.transfer_id
 
 
-class Begin(Struct, frozen=True, tag=True):
+class Manifest(Account, frozen=True, kw_only=True):
+    """A writing rank's account of a finished push of this part. It has no page numbers: each
+    Pages named its own, and all reserved pages must have arrived.
+    """
+
+    fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
+    digest: Digest  # of this part of all pages in order, in the sender's memory
+    num_bytes: U63
+    boundary: BoundaryState
+
+
+class Begin(Account, frozen=True, tag=True):
     """A sending rank's introduction: itself, the intended life, its part, and its model."""
 
-    attempt: AttemptId
-    source: Name
-    destination: Name
-    part: KVPart
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
 
 
-class Pages(Struct, frozen=True, tag=True):
+class Pages(Account, frozen=True, tag=True):
     """Groups [group, end_group) of layers of pages [first, first + n) of the reservation, of the
     part that the sender introduced itself with."""
 
-    attempt: AttemptId
-    source: Name
-    destination: Name
-    part: KVPart
     first: U32
     pages: Annotated[tuple[PageRef, ...], Meta(min_length=1, max_length=MAX_CHUNK_PAGES)]
     group: U32
@@ -305,12 +302,8 @@ ToReceiver = Begin | Pages | Finish
 ToSender = Placed | Accepted | Rejected
 
 
-Account = Begin | Pages | Manifest
-"""The struct with the attempt, the two ends and the part of a sender's message."""
-
-
 def account_of(message: ToReceiver) -> Account:
-    """That of a message."""
+    """The account in a message."""
     return message.manifest if isinstance(message, Finish) else message
 
 

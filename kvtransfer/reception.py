@@ -111,7 +111,7 @@ class Receptions(ConnectorParts):
     def take(self, received: FromWriter) -> None:
         """Follows a writer's message, or refuses its transfer and reports to both sides."""
         message, reply = received.message, received.reply
-        transfer_id = account_of(message).attempt.transfer_id
+        transfer_id = account_of(message).transfer_id
         try:
             self._handle(received)
         except HandoffRefused as refusal:
@@ -150,7 +150,7 @@ class Receptions(ConnectorParts):
                 lease_s = expected.reservation.lease_s
                 is_late = self._now() - expected.since > lease_s / PROMISES
                 if (is_known or is_late) and expected.parts[begin.part].manifest is None:
-                    self._emit(Promised(begin.attempt.transfer_id))
+                    self._emit(Promised(begin.transfer_id))
             case Pages() as pages:
                 self._take_pages(expected, pages, received.payload)
             case Finish() as finish:
@@ -256,7 +256,7 @@ class Receptions(ConnectorParts):
                 Cause.INCARNATION,
                 f"the push is for incarnation {one.destination}, this is {self._own.incarnation}",
             )
-        transfer_id = one.attempt.transfer_id
+        transfer_id = one.transfer_id
         expected = self._expected.get(transfer_id)
         if expected is None:
             raise HandoffRefused(

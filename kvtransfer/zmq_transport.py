@@ -222,7 +222,7 @@ class ZmqTransport(Transport):
     def _send(self, delivery: ZmqDelivery, frames: Sequence[memoryview]) -> None:
         header = delivery.header
         delivery.sent = delivery.peer.send(header, frames)
-        name = delivery.peer.endpoint, header.attempt.transfer_id
+        name = delivery.peer.endpoint, header.transfer_id
         self._sent[*name, header.first, header.group] = delivery
 
     # Receiving.
