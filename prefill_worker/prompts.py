@@ -5,7 +5,6 @@ that no prompt that has begun waits for pages. Pure: executor.py runs forwards, 
 sender pushes pages.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ from effuse.models.config import ModelConfig
 from effuse.worker.config import PrefillConfig
 from effuse.worker.engine_process import Outbox
 from effuse.worker.messages import PrefillDone, PromptProgress, StartPrefill
-
-LOG = logging.getLogger(__name__)
 
 PASSING_SHARE = 4  # of a forward's budget, one part is for prompts that pass a longer one
 
