@@ -101,27 +101,6 @@ class Sequence:
     anchored at 0 has the prompt's ragged tail, which is never masked.
     """
 
-    __slots__ = (
-        "answer_end",
-        "block_size",
-        "blocks",
-        "committed_len",
-        "final_len",
-        "first_block_start",
-        "last_block_end",
-        "last_block_start",
-        "mask_end",
-        "mask_token_id",
-        "masked",
-        "min_end",
-        "origin",
-        "prompt_len",
-        "step_open",
-        "stop_seen",
-        "stopping",
-        "token_ids",
-    )
-
     def __init__(
         self,
         prompt: Ids[int],
