@@ -65,8 +65,8 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
 
     async def _decode(self, request: pb.DecodeRequest, context: _Context) -> None:
         life = self._shell.admit(request.incarnation, "decode")
-        start = start_of(request, life.ready.model.block_size)
         writer = writer_of(request)
+        start = start_of(request, writer, life.ready.model.block_size)
         if writer is not None:
             self._shell.quarantines.check(writer)
         attempt = self._shell.begin(start.attempt, life.incarnation, start)
@@ -192,9 +192,10 @@ class DecodeServicer(pb_grpc.DecodeServiceServicer):
             )
 
 
-def start_of(request: pb.DecodeRequest, block_size: int) -> StartDecode:
-    """Reads a request; raises `InvalidRequest` that names the bad field."""
-    writer = writer_of(request)
+def start_of(
+    request: pb.DecodeRequest, writer: pb.WorkerRef | None, block_size: int
+) -> StartDecode:
+    """Reads a request with this writer; raises `InvalidRequest` that names the bad field."""
     return StartDecode(
         attempt=wire.attempt_id(request.attempt),
         prompt_token_ids=wire.prompt(request.prompt_token_ids),
