@@ -27,6 +27,7 @@ from effuse.decode_worker.device_buckets import (
 )
 from effuse.decode_worker.device_step import DeviceStep
 from effuse.decode_worker.scheduler import DecodeLimits
+from effuse.kernels.pages import Place, place_on_cuda
 from effuse.kernels.step_slots import Column, SlotLayout, Status
 from effuse.models.progress import progress_log
 from effuse.models.transformer import LayerKV, Transformer
@@ -62,11 +63,11 @@ class Launched:
     """A launched step: its records, which are being copied to the host, and when they are there."""
 
     records: Tensor  # [S, record_width], of replicas [N, S, record_width]
-    done: torch.cuda.Event | None
+    done: Place | None
 
     def has_ended(self) -> bool:
         """Whether its records can be read without waiting."""
-        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+        return self.done is None or self.done.query()
 
     def read(self) -> Integers:
         """Its records; waits for them."""
@@ -114,7 +115,7 @@ class DeviceStepper:
         self._copies = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
         shape = (_STAGED, max(self.layout.width, self.layout.sharing_width))
         self._staged = torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_cuda)
-        self._staged_done: deque[torch.cuda.Event] = deque()
+        self._staged_done: deque[Place] = deque()
         self._num_staged = 0
         self._num_launched = 0
         self.num_sharing = 0  # steps that shared beginnings
@@ -185,10 +186,7 @@ class DeviceStepper:
             raise
         copy = self._copies[self._num_launched % _COPIES]
         copy.copy_(records, non_blocking=True)
-        done = None
-        if self._on_cuda:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+        done = place_on_cuda() if self._on_cuda else None
         self._num_launched += 1
         self.num_sharing += step.shares
         return Launched(copy, done)
@@ -335,9 +333,7 @@ class DeviceStepper:
         staged = self._staged[self._num_staged % _STAGED, : len(values)]
         staged.numpy()[:] = values
         target.copy_(staged, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        self._staged_done.append(done)
+        self._staged_done.append(place_on_cuda())
         self._num_staged += 1
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effuse.kernels.pages import place_on_cuda
 from effuse.kvtransfer.connector import Cause, Pending, Pushed, PushFailed
 from effuse.kvtransfer.ends import HandoffSender
 from effuse.kvtransfer.layout import PageMemory
@@ -200,15 +201,7 @@ def _boundary(prompt: Prompt, launched: LaunchedForward, at: int) -> BoundarySta
 
 def mark_of(device: torch.device) -> Mark | None:
     """A function that marks queued work on a device; None if nothing is ever queued."""
-    if device.type != "cuda":
-        return None
-
-    def mark() -> IsOver:
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return done.query
-
-    return mark
+    return (lambda: place_on_cuda().query) if device.type == "cuda" else None
 
 
 def _to_host(row: Tensor) -> Tensor:
