@@ -125,11 +125,7 @@ class FastDllmV2(BlockDiffusion):
         wanted: IntArray = masks[masks < block.start + (part + 1) * settings.block_length]
         return wanted
 
-    @staticmethod
-    def choose(block: Block, settings: DecodeSettings, candidates: HostCandidates) -> IndexArray:
-        """All that are strictly above the threshold, or the best one."""
-        above = candidates.above(settings.confidence_threshold)
-        return above if len(above) else candidates.best(1)
+    choose = staticmethod(d2f.choose)  # its blocks are always full
 
     @staticmethod
     def is_greedy(sequence: Sequence, block: Block) -> bool:
