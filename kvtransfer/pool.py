@@ -93,11 +93,6 @@ class PagePool:
     def count(self, state: PageState) -> int:
         return self._counts[state]
 
-    def state(self, page: PageRef) -> PageState:
-        """State of a page. Raises PageError for a reference to an earlier allocation."""
-        self._check(page)
-        return self._states[page.page_id]
-
     def allocate(self, count: int) -> tuple[PageRef, ...] | None:
         """Reserves pages for a remote writer, in few runs; None if too few are free."""
         return self._enter(count, PageEvent.RESERVE)

@@ -88,7 +88,7 @@ class KnownPool(PagePool):
     def newest(self, page_id: int) -> tuple[PageRef, PageState]:
         """A page's newest allocation, and its state."""
         page = self._newest.get(page_id, PageRef(page_id, 0))
-        return page, self.state(page)
+        return page, self._states[page_id]
 
     def _know(self, pages: tuple[PageRef, ...] | None) -> tuple[PageRef, ...] | None:
         for page in pages or ():
