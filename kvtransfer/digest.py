@@ -278,7 +278,7 @@ class DeviceDigester:
             if len(self._keys) >= MOST_KEYS:
                 self._keys.clear()
             with torch.cuda.stream(self._stream):
-                key = _key_of(seed).pin_memory().to(self._device, non_blocking=True)
+                key = digest_key(seed).pin_memory().to(self._device, non_blocking=True)
             self._keys[seed] = key
         return key
 
@@ -321,11 +321,6 @@ class _OnDevice:
             self.found = self.buffers.found_on_host[: rows * columns].reshape(self.shape).copy()
             self.free.append(self.buffers)
         return self.found
-
-
-@functools.lru_cache(maxsize=MOST_KEYS)
-def _key_of(seed: int) -> Tensor:
-    return digest_key(seed)
 
 
 def pages_digest(pieces: PieceDigests) -> bytes:
