@@ -27,7 +27,7 @@ from effuse.kvtransfer.layout import (
 )
 from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.pool import PagePool
-from effuse.kvtransfer.units import UnitCache
+from effuse.kvtransfer.units import UnitCache, unit_tokens_of
 from effuse.models.part import Forward
 from effuse.models.prompt_graphs import PromptGraphs
 from effuse.models.runner import ModelRunner
@@ -57,7 +57,7 @@ class Paged:
         return UnitCache(
             pool,
             page_size=self.layout.page_size,
-            block_size=config.block_size,
+            unit_size=unit_tokens_of(self.layout.page_size, config.block_size),
             is_causal=config.prompt_attention == "causal_blocks",
         )
 

@@ -50,7 +50,7 @@ from effuse.kvtransfer.stores import UnitStore
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
 from effuse.kvtransfer.unit_files import UnitFiles
-from effuse.kvtransfer.units import Key
+from effuse.kvtransfer.units import Key, unit_tokens_of
 from effuse.models.config import ModelConfig
 from effuse.worker.messages import StartPrefill
 
@@ -101,7 +101,7 @@ class Bench:
             self.pool,
             self.tiers,
             page_size=PAGE_SIZE,
-            block_size=config.block_size,
+            unit_size=unit_tokens_of(PAGE_SIZE, config.block_size),
             is_causal=config.prompt_attention == "causal_blocks",
         )
         self.engine = prefill_engine(

@@ -57,17 +57,10 @@ class TieredCache(UnitCache):
         tiers: Tiers,
         *,
         page_size: int,
-        block_size: int,
+        unit_size: int,
         is_causal: bool,
-        unit_tokens: int | None = None,
     ) -> None:
-        super().__init__(
-            pool,
-            page_size=page_size,
-            block_size=block_size,
-            unit_tokens=unit_tokens,
-            is_causal=is_causal,
-        )
+        super().__init__(pool, page_size=page_size, unit_size=unit_size, is_causal=is_causal)
         self.tiers = tiers
         self._host, self._now = tiers.host, tiers.now
         self._due: OrderedDict[Key, None] = OrderedDict()  # units to save: without a user, or all

@@ -99,14 +99,13 @@ class UnitCache:
         pool: PagePool,
         *,
         page_size: int,
-        block_size: int,
-        unit_tokens: int | None = None,
+        unit_size: int,
         is_causal: bool = True,
         is_on: bool = True,
     ) -> None:
-        """`page_size` and `block_size` in tokens. `is_causal`: the model is block-causal. Raises
-        ValueError as `unit_tokens_of`."""
-        self.unit_size = unit_tokens_of(page_size, block_size, unit_tokens)
+        """`page_size` and `unit_size`, one of `unit_tokens_of`, in tokens. `is_causal`: the model
+        is block-causal."""
+        self.unit_size = unit_size
         self.is_causal = is_causal
         self._is_on = is_on
         self._cuts = is_on and is_causal  # texts into units

@@ -75,20 +75,19 @@ class Assembly:
     ranks: Ranks | None
     caches: bool  # KV may outlive its request
     tiers: Tiers | None
-    unit_tokens: int | None = None  # in a unit of kept KV, if not the fewest
+    unit_tokens: int  # in a unit of kept KV
 
     def make_pool(self) -> tuple[PagePool, UnitCache]:
         """The accounts of the pages, and the cache over them."""
-        pool, config = PagePool(self.memory.num_pages), self.model.config
+        pool = PagePool(self.memory.num_pages)
         make: Callable[..., UnitCache] = partial(UnitCache, is_on=self.caches)
         if self.tiers is not None:
             make = partial(TieredCache, tiers=self.tiers)
         return pool, make(
             pool,
             page_size=self.memory.layout.span,
-            block_size=config.block_size,
-            unit_tokens=self.unit_tokens,
-            is_causal=config.prompt_attention == "causal_blocks",
+            unit_size=self.unit_tokens,
+            is_causal=self.model.config.prompt_attention == "causal_blocks",
         )
 
 

@@ -18,6 +18,7 @@ from effuse.decode_worker.build import replicated
 from effuse.decode_worker.device_stepper import Launched
 from effuse.decode_worker.replica_steps import ReplicaStepper
 from effuse.decode_worker.replicas import ReplicatedEngine
+from effuse.kvtransfer.units import unit_tokens_of
 from effuse.models.group import RankPlace
 from effuse.models.part import PartResult
 from effuse.models.runner import ModelRunner
@@ -71,6 +72,7 @@ class ReplicatedRig(DeviceRig):
             ranks=ranks,
             caches=True,
             tiers=None,
+            unit_tokens=unit_tokens_of(self.memory.layout.span, model.config.block_size),
         )
         config = DecodeConfig(data_parallel_size=size)
         built = replicated(config, "1ab", parts, self.limits, None, on_device=True)

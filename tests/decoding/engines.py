@@ -33,7 +33,7 @@ from effuse.kvtransfer.messages import AttemptId
 from effuse.kvtransfer.pool import PagePool
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.kvtransfer.tiers import Tiers
-from effuse.kvtransfer.units import UnitCache
+from effuse.kvtransfer.units import UnitCache, unit_tokens_of
 from effuse.models.part import Forward
 from effuse.models.runner import ModelRunner
 from effuse.models.transformer import Transformer
@@ -235,12 +235,12 @@ def cache_of(
     tiers: Tiers | None = None,
 ) -> UnitCache:
     is_causal = model.config.prompt_attention == "causal_blocks"
-    block_size = model.config.block_size
+    size = unit_tokens_of(page_size, model.config.block_size)
     if tiers is None:
         return UnitCache(
-            pool, page_size=page_size, block_size=block_size, is_causal=is_causal, is_on=is_on
+            pool, page_size=page_size, unit_size=size, is_causal=is_causal, is_on=is_on
         )
-    return TieredCache(pool, tiers, page_size=page_size, block_size=block_size, is_causal=is_causal)
+    return TieredCache(pool, tiers, page_size=page_size, unit_size=size, is_causal=is_causal)
 
 
 def fingerprint_of(model: Transformer, layout: KVLayout) -> Fingerprint:

@@ -39,8 +39,7 @@ class Books:
         self.cache = UnitCache(
             self.pool,
             page_size=2,
-            block_size=4,
-            unit_tokens=self.unit_tokens,
+            unit_size=self.unit_tokens,
             is_causal=self.is_causal,
         )
 
@@ -167,7 +166,7 @@ def test_the_books_show_a_page_that_is_counted_twice(monkeypatch: pytest.MonkeyP
 def test_a_dropped_unit_takes_those_after_it_along() -> None:
     """A longer text was computed from it, and has ended."""
     pool = PagePool(8)
-    cache = UnitCache(pool, page_size=4, block_size=4)
+    cache = UnitCache(pool, page_size=4, unit_size=4)
     wrong, longer, other = (cache.begin(salt, range(16), 16) for salt in ("", "", "other"))
     for one, num_stored in ((wrong, 4), (longer, 16), (other, 16)):
         pages = cache.take(one, num_stored)
@@ -187,7 +186,7 @@ def test_a_dropped_unit_takes_those_after_it_along() -> None:
 def test_a_reader_of_a_dropped_unit_leaves_the_one_that_was_stored_after_it() -> None:
     """Else nothing would ever free the later unit's pages."""
     pool = PagePool(8)
-    cache = UnitCache(pool, page_size=4, block_size=4)
+    cache = UnitCache(pool, page_size=4, unit_size=4)
 
     def begin() -> tuple[HeldUnits, list[PageRef]]:
         units = cache.begin("", range(4), 4)

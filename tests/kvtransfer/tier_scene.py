@@ -129,7 +129,7 @@ class Scene:
         stores = [one for one in (self.files, self.shared) if one is not None]
         self.tiers = Tiers(self.host, stores, now=lambda: self.time)
         self.cache = TieredCache(
-            self.pool, self.tiers, page_size=2, block_size=4, is_causal=is_causal
+            self.pool, self.tiers, page_size=2, unit_size=4, is_causal=is_causal
         )
         self.waiting: list[Request] = []
         self.running: list[Request] = []

@@ -304,7 +304,7 @@ def cached(cache: UnitCache, tokens: Sequence[int]) -> None:
 
 def test_ends_of_prompts_make_room_before_their_beginnings() -> None:
     pool = PagePool(8)
-    cache = UnitCache(pool, page_size=4, block_size=4)
+    cache = UnitCache(pool, page_size=4, unit_size=4)
     cached(cache, COMMON)
     assert (pool.count(PageState.FREE), pool.num_free) == (2, 8)
     taken = pool.allocate_committed(4)  # two free ones and the last two
@@ -316,7 +316,7 @@ def test_ends_of_prompts_make_room_before_their_beginnings() -> None:
 
 
 def test_a_unit_goes_by_all_tokens_up_to_its_end() -> None:
-    cache = UnitCache(PagePool(8), page_size=2, block_size=4)
+    cache = UnitCache(PagePool(8), page_size=2, unit_size=4)
     assert cache.unit_size == 4
     keys = cache.begin("", [1, 2, 3, 4, 5, 6, 7, 8, 9], 9).keys
     others = cache.begin("", [9, 2, 3, 4, 5, 6, 7, 8], 8).keys

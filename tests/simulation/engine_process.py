@@ -26,7 +26,7 @@ from effuse.kvtransfer.messages import Shard
 from effuse.kvtransfer.push import shard_of
 from effuse.kvtransfer.thread import Exchange
 from effuse.kvtransfer.transport import Pace, Received
-from effuse.kvtransfer.units import UnitCache
+from effuse.kvtransfer.units import UnitCache, unit_tokens_of
 from effuse.models.config import ModelConfig
 from effuse.placement.records import Role
 from effuse.prefill_worker.engine import PrefillEngine
@@ -347,7 +347,9 @@ class EngineProcess:
 
     def _cache(self, sizes: Sizes) -> UnitCache:
         is_causal = sizes.model.prompt_attention == "causal_blocks"
-        return UnitCache(self.pool, page_size=PAGE, block_size=BLOCK, is_causal=is_causal)
+        return UnitCache(
+            self.pool, page_size=PAGE, unit_size=unit_tokens_of(PAGE, BLOCK), is_causal=is_causal
+        )
 
     def _wake_both(self) -> None:
         self.wake_engine()
