@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -107,7 +106,7 @@ def assemble(
     raises GroupBroken and does not end the process. Ranks end if the start fails.
     """
     device = device_of(config)
-    config, directory = _settled(config, device, default_algorithm), config.directory
+    config = _settled(config, device, default_algorithm)
     with contextlib.ExitStack() as on_failure:
         ranks, place = None, RankPlace()
         if config.num_ranks > 1:
@@ -127,7 +126,7 @@ def assemble(
         host_fd = None if ranks is None else ranks.host_fd
         part = make_part(config, role, pulse, model, ranks, host_fd)
         layout = part.memory.layout
-        agreed = fingerprint(layout, _facts_of(config, directory, model))
+        agreed = fingerprint(layout, _facts_of(config, model))
         if ranks is not None and connects:
             ranks.send(Open(agreed))
             ranks.wait_for("open", config.startup_timeout_s)
@@ -154,7 +153,7 @@ def _ready(
 ) -> Ready:
     layout = part.memory.layout
     return Ready(
-        model=_model_info(config, config.directory, part.model, part.max_model_len, algorithm),
+        model=_model_info(config, part, algorithm),
         fingerprint=tuple((field.name, field.value) for field in agreed),
         page_size=layout.span,
         page_bytes=layout.span_bytes,
@@ -244,12 +243,12 @@ def _connect_all(
     return own if ranks is None or config.num_replicas > 1 else GroupConnector(own, ranks)
 
 
-def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> ModelFacts:
+def _facts_of(config: WorkerConfig, model: Transformer) -> ModelFacts:
     # Peers of other degrees have units of their own, which only matter in a shared pool.
     units = _unit_tokens(config, config.page_size, model)
     fewest = unit_tokens_of(config.page_size, model.config.block_size)
     return ModelFacts(
-        weights=weights_digest(directory, config.adapter),
+        weights=weights_digest(config.directory, config.adapter),
         architecture=model.config.architecture,
         block_size=model.config.block_size,
         mask_token_id=model.config.mask_token_id,
@@ -260,27 +259,17 @@ def _facts_of(config: WorkerConfig, directory: Path, model: Transformer) -> Mode
     )
 
 
-def _model_info(
-    config: WorkerConfig,
-    directory: Path,
-    model: Transformer,
-    max_model_len: int,
-    default_algorithm: Algorithm | None,
-) -> ModelInfo:
+def _model_info(config: WorkerConfig, part: RankPart, algorithm: Algorithm | None) -> ModelInfo:
+    directory, adapted, model = config.directory, config.adapter is not None, part.model.config
     return ModelInfo(
         name=config.served_model_name or name_of_model(directory),
-        architecture=model.config.architecture,
-        block_size=model.config.block_size,
-        max_model_len=max_model_len,
-        vocab_size=model.config.vocab_size,
-        mask_token_id=model.config.mask_token_id,
-        eos_token_ids=model.config.eos_token_ids,
-        prompt_attention=model.config.prompt_attention,
-        deterministic=model.is_deterministic,
-        defaults=read_defaults(
-            directory,
-            model.config,
-            algorithm=default_algorithm,
-            adapted=config.adapter is not None,
-        ),
+        architecture=model.architecture,
+        block_size=model.block_size,
+        max_model_len=part.max_model_len,
+        vocab_size=model.vocab_size,
+        mask_token_id=model.mask_token_id,
+        eos_token_ids=model.eos_token_ids,
+        prompt_attention=model.prompt_attention,
+        deterministic=part.model.is_deterministic,
+        defaults=read_defaults(directory, model, algorithm=algorithm, adapted=adapted),
     )
