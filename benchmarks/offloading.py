@@ -227,7 +227,7 @@ class Bench:
 
 def wait(job: DigestJob) -> None:
     """Returns once the job is over."""
-    while job.poll() is None:
+    while job() is None:
         pass
 
 

@@ -11,8 +11,8 @@ because xxh3 is not cryptographic.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -29,18 +29,14 @@ from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.kvtransfer.messages import Finish, KVPart, Manifest, encode
 
 PieceDigests = npt.NDArray[np.int64]
+DigestJob = Callable[[], PieceDigests | None]
+"""Digests under computation; returns them, [pages, pieces], once they are done: then the memory is
+not read any more."""
 
 MOST_KEYS = 4096  # kept keys; each receiver has one
 KEPT_BYTES = 4096  # pieces of which views are kept
 MOST_VIEWS = 1 << 16  # kept ones, of 200 bytes each, which collections of garbage search
 BESIDE_BYTES = 1 << 20  # less takes hardly longer than waking a thread
-
-
-class DigestJob(Protocol):
-    """Digests under computation."""
-
-    def poll(self) -> PieceDigests | None:
-        """[pages, pieces], once they are done; the memory is not read any more then."""
 
 
 class Digester(Protocol):
@@ -96,7 +92,7 @@ class PageDigests:
             return True
         left = []
         for first, groups, job in self._jobs:
-            found = job.poll()
+            found = job()
             if found is None:
                 left.append((first, groups, job))
                 continue
@@ -145,7 +141,8 @@ class HostDigester:
             for run in runs:
                 found += map(xxh3_64_digest, page[run], repeat(seed))
         digests = np.frombuffer(b"".join(found), dtype=">u8").astype(np.int64)
-        return _OnHost(digests.reshape(len(page_ids), -1))
+        rows = digests.reshape(len(page_ids), -1)
+        return lambda: rows
 
     def _pieces(self, page_id: int) -> list[memoryview]:
         """Kept if they are large, because making a view takes half as long as hashing 16 KiB."""
@@ -181,14 +178,6 @@ def _place_of(layout: KVLayout, groups: range, heads: range | None) -> _Place:
     return _Place(first + run.start * in_head, end, len(run) * in_head, in_group)
 
 
-@dataclass(frozen=True, slots=True)
-class _OnHost:
-    found: PieceDigests
-
-    def poll(self) -> PieceDigests | None:
-        return self.found
-
-
 class BesideCopies:
     """Another digester's digests, computed in order by a thread of its own, while the caller's
     thread copies the same pages. Few bytes are digested immediately.
@@ -209,20 +198,12 @@ class BesideCopies:
         num_bytes = len(page_ids) * self._layout.bytes_of(heads or self._layout.heads, groups)
         if num_bytes < BESIDE_BYTES:
             return self._digester.begin(page_ids, groups, seed, heads)
-        begin = self._digester.begin
-        return _Beside(self._thread.submit(begin, page_ids, groups, seed, heads))
+        begun = self._thread.submit(self._digester.begin, page_ids, groups, seed, heads)
+        return lambda: begun.result()() if begun.done() else None
 
     def close(self) -> None:
         """Ends the thread once it has finished its job; no other begins."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    job: Future[DigestJob]
-
-    def poll(self) -> PieceDigests | None:
-        return self.job.result().poll() if self.job.done() else None
 
 
 class DeviceDigester:
@@ -315,7 +296,7 @@ class _OnDevice:
         """Whether the device neither reads nor writes its buffers any more."""
         return self.found is not None or bool(self.buffers.done.query())  # type: ignore[no-untyped-call]
 
-    def poll(self) -> PieceDigests | None:
+    def __call__(self) -> PieceDigests | None:
         if self.found is None and self.has_ended():
             rows, columns = self.shape
             self.found = self.buffers.found_on_host[: rows * columns].reshape(self.shape).copy()

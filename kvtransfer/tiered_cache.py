@@ -199,7 +199,7 @@ class TieredCache(UnitCache):
     def _end_saves(self) -> None:
         left = []
         for saving in self._saving:
-            if (found := saving.job.poll()) is None:
+            if (found := saving.job()) is None:
                 left.append(saving)
                 continue
             self.tiers.counts.saved += len(found) * self._host.page_bytes
@@ -334,7 +334,7 @@ class TieredCache(UnitCache):
             page_ids = [page.page_id for unit in coming.units.values() for page in unit.pages]
             coming.began_s = self._now()
             coming.job = self._host.load(slots, page_ids)
-        if (found := coming.job.poll()) is not None:
+        if (found := coming.job()) is not None:
             now, num_bytes = self._now(), len(found) * self._host.page_bytes
             self.tiers.counts.loaded += num_bytes
             self.tiers.copying.note(num_bytes, now - coming.began_s, now)

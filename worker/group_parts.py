@@ -7,6 +7,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
@@ -228,25 +229,18 @@ class GroupHost:
         number, self._number = self._number, self._number + 1
         self._ranks.send(MovePages(number, tuple(page_ids), tuple(slots), loads))
         own = self._own.load(slots, page_ids) if loads else self._own.save(page_ids, slots)
-        return _GroupCopy(own, self._ranks, number, self._own.layout)
+        return partial(self._agreed, own, number)
 
-
-@dataclass(frozen=True, slots=True)
-class _GroupCopy:
-    own: DigestJob
-    ranks: Ranks
-    number: int
-    layout: KVLayout
-
-    def poll(self) -> PieceDigests | None:
+    def _agreed(self, begun: DigestJob, number: int) -> PieceDigests | None:
         """[pages, pieces] in the order of one rank's pages, whatever the number of ranks. Pieces of
         which ranks have different bytes are wrong."""
-        own = self.own.poll()
-        others = None if own is None else self.ranks.moved(self.number)
+        own = begun()
+        others = None if own is None else self._ranks.moved(number)
         if own is None or others is None:
             return None
+        layout = self._own.layout
         rows = np.stack([own, *(np.frombuffer(one, np.int64).reshape(own.shape) for one in others)])
-        ranks, groups = (self.layout.copies, self.layout.context_degree), len(self.layout.groups)
+        ranks, groups = (layout.copies, layout.context_degree), len(layout.groups)
         found = rows.reshape(-1, *ranks, len(own), groups, own.shape[1] // groups)
         first = found[:, 0]
         agreed = np.where((found == first[:, None]).all(1), first, ~first)

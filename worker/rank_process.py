@@ -227,7 +227,7 @@ class Rank:
             self._leader.confirm()
         self._leader.confirm()
         for number, job in list(self._copying.items()):
-            if (found := job.poll()) is not None:
+            if (found := job()) is not None:
                 del self._copying[number]
                 self._leader.answer(PagesMoved(number, found.tobytes()))
         if self._connector is None:

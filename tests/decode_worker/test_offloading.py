@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,7 +142,7 @@ def test_an_engine_whose_units_come_is_not_short_of_pages(
     rig.start(make_request("a", range(20, 52), max_tokens=8))
     rig.run()
     rig.evict()
-    monkeypatch.setattr(HostPages, "load", lambda *_: SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr(HostPages, "load", lambda *_: lambda: None)
     rig.start(make_request("b", range(20, 52), max_tokens=8))
     rig.engine.step()
     assert rig.engine.roster.waiting and not rig.engine.is_short_of_pages

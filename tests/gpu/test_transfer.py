@@ -51,21 +51,21 @@ def test_digests_are_those_of_the_host_and_wait_for_nothing() -> None:
     memory = filled(LARGE, 8, device="cuda")
     digester = DeviceDigester(memory, memory.stream)
     warm = digester.begin([0], GROUPS, SEED)  # compiles, which takes its time
-    eventually(lambda: warm.poll() is not None, True, within_s=60.0)
+    eventually(lambda: warm() is not None, True, within_s=60.0)
     torch.cuda.synchronize()
     spin(200)
     begin = time.monotonic()
     job = digester.begin([5, 0, 3], GROUPS, SEED)
-    while (found := job.poll()) is None:
+    while (found := job()) is None:
         pass
     assert time.monotonic() - begin < 0.15, "it waited for the default stream"
     assert pages_digest(found) == digest_of(memory, [5, 0, 3])
     half = digester.begin([5, 0], range(2, 5), SEED, range(1, 2))
-    eventually(lambda: half.poll() is not None, True)
+    eventually(lambda: half() is not None, True)
     host = PageMemory(LARGE, 8)
     host.tensor.copy_(memory.tensor)
-    expected = HostDigester(host).begin([5, 0], range(2, 5), SEED, range(1, 2)).poll()
-    assert np.asarray(half.poll()).tolist() == np.asarray(expected).tolist()
+    expected = HostDigester(host).begin([5, 0], range(2, 5), SEED, range(1, 2))()
+    assert np.asarray(half()).tolist() == np.asarray(expected).tolist()
 
 
 @pytest.mark.parametrize("in_graph", [False, True])

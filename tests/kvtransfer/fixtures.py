@@ -114,7 +114,7 @@ def digest_of(memory: PageMemory, pages: Sequence[int]) -> bytes:
         host.tensor.copy_(memory.tensor)
         memory = host
     groups = range(memory.layout.num_groups)
-    pieces = HostDigester(memory).begin(pages, groups, SEED).poll()
+    pieces = HostDigester(memory).begin(pages, groups, SEED)()
     assert pieces is not None, "it takes them at once"
     return pages_digest(pieces)
 

@@ -19,7 +19,7 @@ from kvtransfer.fixtures import (
 from kvtransfer.scene import FakeTransport
 
 from effuse.kvtransfer.connector import ArrivalRefused, Cause, ConnectorEvent
-from effuse.kvtransfer.digest import DigestJob, HostDigester, PieceDigests, finish_of
+from effuse.kvtransfer.digest import DigestJob, HostDigester, finish_of
 from effuse.kvtransfer.layout import Identity, PageMemory
 from effuse.kvtransfer.messages import (
     Begin,
@@ -52,11 +52,7 @@ class Slow:
     ) -> DigestJob:
         job, slow = self.digester.begin(page_ids, groups, seed, heads), self
 
-        class Hidden:
-            def poll(self) -> PieceDigests | None:
-                return job.poll() if slow.may_show else None
-
-        return Hidden()
+        return lambda: job() if slow.may_show else None
 
     def close(self) -> None: ...
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvtransfer.groups import layouts_of
 
-from effuse.kvtransfer.digest import PieceDigests, pages_digest
+from effuse.kvtransfer.digest import DigestJob, PieceDigests, pages_digest
 from effuse.kvtransfer.host_pages import HostPages
 from effuse.kvtransfer.layout import KVLayout, PageMemory
 from effuse.worker.group_parts import GroupHost
@@ -30,8 +30,8 @@ def memory_of(device: str) -> PageMemory:
     return memory
 
 
-def wait(job: object) -> bytes:
-    while (found := job.poll()) is None:  # type: ignore[attr-defined]
+def wait(job: DigestJob) -> bytes:
+    while (found := job()) is None:
         pass
     return pages_digest(found)
 
@@ -110,7 +110,7 @@ class Group:
             else one.save(command.page_ids, command.slots)
             for one in self.hosts[1:]
         ]
-        self.found[command.number] = [cast("PieceDigests", job.poll()).tobytes() for job in jobs]
+        self.found[command.number] = [cast("PieceDigests", job()).tobytes() for job in jobs]
 
     def moved(self, number: int) -> list[bytes] | None:
         return self.found.pop(number, None)
@@ -192,7 +192,7 @@ def test_memory_of_each_rank_is_digested_with_all_of_its_parts() -> None:
         page_bytes=1,
         is_shared=False,
         layout=layout,
-        save=lambda *_: SimpleNamespace(poll=lambda: found[0]),
+        save=lambda *_: lambda: found[0],
     )
     group = GroupHost(own, ranks)
     assert group.page_bytes == 8

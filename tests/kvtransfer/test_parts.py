@@ -98,7 +98,7 @@ def test_a_part_is_the_same_bytes_and_digests_in_every_pool(sending: int, receiv
             views = source.views([5, 2], GROUPS, part.heads)
             target.write([0, 7], GROUPS, views, part.heads)
             found, expected = (
-                HostDigester(memory).begin(pages, range(1, 2), SEED, part.heads).poll()
+                HostDigester(memory).begin(pages, range(1, 2), SEED, part.heads)()
                 for memory, pages in ((target, [0, 7]), (FULL, [5, 2]))
             )
             assert found is not None and found.tolist() == np.asarray(expected).tolist()
@@ -173,7 +173,7 @@ def send_part(scene: Scene, part: KVPart, prompt_len: int = 20, **changes: objec
     scene.begin(part=part)
     payload = scene.source.views(range(3), range(SMALL.num_groups), part.heads)
     scene.send(part=part, payload=payload)
-    found = HostDigester(scene.source).begin(range(3), range(2), SEED, part.heads).poll()
+    found = HostDigester(scene.source).begin(range(3), range(2), SEED, part.heads)()
     assert found is not None
     claims = {
         "part": part,

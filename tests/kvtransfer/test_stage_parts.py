@@ -112,7 +112,7 @@ def test_a_part_is_the_same_bytes_and_digests_in_every_pool(
             views = source.views([5, 2], part.groups, part.heads)
             target.write([0, 7], part.groups, views, part.heads)
             found, expected = (
-                HostDigester(memory).begin(pages, part.groups, SEED, part.heads).poll()
+                HostDigester(memory).begin(pages, part.groups, SEED, part.heads)()
                 for memory, pages in ((target, [0, 7]), (full, [5, 2]))
             )
             assert found is not None and expected is not None

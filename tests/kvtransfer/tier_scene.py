@@ -45,7 +45,7 @@ class Job:
     polls: int
     found: PieceDigests | None = None
 
-    def poll(self) -> PieceDigests | None:
+    def __call__(self) -> PieceDigests | None:
         self.polls -= 1
         if self.polls < 0 and self.found is None:
             self.found = self.run()

@@ -168,7 +168,7 @@ class _Job:
     seed: int
     ready_at: float
 
-    def poll(self) -> PieceDigests | None:
+    def __call__(self) -> PieceDigests | None:
         if self.clock.now < self.ready_at:
             return None
         singles = [range(group, group + 1) for group in self.groups]
