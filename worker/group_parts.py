@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import select
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -377,18 +376,15 @@ def _merged(events: Sequence[ConnectorEvent]) -> ConnectorEvent:
             seconds = max(event.seconds for event in arrived)
             num_bytes = sum(event.num_bytes for event in arrived)
             return Arrived(transfer_id, manifest, seconds, num_bytes)
-        case Pushed():
-            return functools.reduce(_both, (event for event in events if isinstance(event, Pushed)))
+        case Pushed(transfer_id, pages):
+            pushed = [event for event in events if isinstance(event, Pushed)]
+            return Pushed(
+                transfer_id,
+                pages,
+                sum(event.num_bytes for event in pushed),
+                max(event.seconds for event in pushed),
+                next((event.route for event in pushed if event.num_bytes), pushed[-1].route),
+                max(event.moved_s for event in pushed),
+            )
         case _:
             return first
-
-
-def _both(one: Pushed, other: Pushed) -> Pushed:
-    return Pushed(
-        one.transfer_id,
-        one.pages,
-        one.num_bytes + other.num_bytes,
-        max(one.seconds, other.seconds),
-        one.route if one.num_bytes else other.route,
-        max(one.moved_s, other.moved_s),
-    )
