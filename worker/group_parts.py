@@ -129,7 +129,7 @@ class GroupRunner:
         if self.most_begun > 1:
             ranks.await_rows(begun.number, self._on_sign)
         if self._has_peers:
-            ranks.send(Complete(begun.number))
+            ranks.send(Complete())
         if begun.progress is not None:
             begun.progress.stored = self._runner.progress()
         begun.own = self._guarded(lambda: self._runner.launch(begun.parts))

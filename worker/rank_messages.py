@@ -59,8 +59,6 @@ class Complete(msgspec.Struct, frozen=True, tag=True):
     """The last stage of a pipeline computes the oldest forward that the others have begun. Its
     ranks get parts before, but meet the leader, which may have other work until then."""
 
-    number: int
-
 
 class CopyPage(msgspec.Struct, frozen=True, tag=True):
     """Copies all of a page to another one."""
