@@ -32,7 +32,8 @@ class Restarts:
         """Records an end. Returns the seconds until the restart; None if already planned."""
         if name in self._due:
             return None
-        if now - self._back_at.get(name, now) > _WELL_S:
+        # Only counts if it was back since its last end.
+        if now - self._back_at.pop(name, now) > _WELL_S:
             self._in_a_row[name] = 0
         before = self._in_a_row.get(name, 0)
         pause_s = min(_MOST_PAUSE_S, 2.0 ** (before - 1)) if before else 0.0

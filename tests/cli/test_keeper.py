@@ -46,6 +46,21 @@ def test_a_process_that_was_well_for_a_minute_has_a_fresh_start() -> None:
     assert restarts.ended("router", 86.0) == 0
 
 
+def test_a_process_that_was_well_long_ago_and_dies_in_its_start_has_no_fresh_start() -> None:
+    restarts = Restarts()
+    restarts.ended("decode-0", 0.0)
+    restarts.due(0.0)
+    restarts.back("decode-0", 5.0)
+    now, pauses = 3600.0, []
+    for _ in range(5):
+        pause_s = restarts.ended("decode-0", now)
+        assert pause_s is not None
+        pauses.append(pause_s)
+        assert restarts.due(now + pause_s) == ["decode-0"]
+        now += pause_s + 5.0
+    assert pauses == [0, 1, 2, 4, 8]
+
+
 def test_each_process_is_judged_by_itself() -> None:
     restarts = Restarts()
     for _ in range(5):
