@@ -1,0 +1,28 @@
+"""`effuse up` refuses flags that do not fit each other, and names a flag that was typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from effuse.cli.up import parse
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effuse.cli.up.gpus_here", lambda: ())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--encrypt-pages --connector nixl", "--encrypt-pages: expected --connector zmq, got nixl"),
+    ],
+)
+def test_flags_that_do_not_fit_each_other(
+    flags: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(flags.split())
+    assert ended.value.code == 2
+    assert f"effuse up: {told}" in capsys.readouterr().err
