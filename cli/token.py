@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from effuse.cli.arguments import command, whole
-from effuse.router.tenants import Tenant, line_of, make_token
+from effuse.router.tenants import Tenant, line_of, make_token, parse_keys
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,9 +40,31 @@ def main(argv: Sequence[str]) -> int:
         print(token)
         print(line, file=sys.stderr)
         return 0
+    try:
+        _check(asked.keys, tenant)
+    except ValueError as error:
+        parser.error(f"--keys: {asked.keys}: {error}")
     _append(asked.keys, line)
     print(token)
     return 0
+
+
+def _check(keys: Path, tenant: Tenant) -> None:
+    """Raises ValueError if the file is broken, or if an earlier line overrules these limits."""
+    text = keys.read_text() if keys.is_file() else ""
+    parse_keys(text)
+    nothing = Tenant(tenant.name)
+    for number, line in enumerate(text.splitlines(), 1):
+        (owner,) = parse_keys(line).values() or (nothing,)
+        if owner.name != tenant.name or owner == nothing:
+            continue
+        if tenant not in (owner, nothing):
+            limits = line.partition("#")[0].split(maxsplit=2)[2].strip()
+            raise ValueError(
+                f"line {number} sets the limits of {tenant.name!r}: {limits}; "
+                "change that line, or give the same limits or none"
+            )
+        return
 
 
 def _append(keys: Path, line: str) -> None:
