@@ -40,7 +40,7 @@ from effuse.client.credentials import Credentials
 from effuse.client.params import Params, make_request
 from effuse.config.decoding import OBJECTIVES
 from effuse.config.extras import lacking
-from effuse.config.flags import add_switch
+from effuse.config.flags import add_switch, flag_of
 from effuse.protos.errors import EffuseError
 from effuse.router.tokenizer import bundled_directory
 
@@ -214,7 +214,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="objective: seconds until the end (default: none)")  # fmt: skip
     add_switch(parser, "--baseline", "before the fleet, answer the prompts in this process with "
                "the base model's own loop and one engine; all greedy")  # fmt: skip
-    add("--model-dir", type=directory, default=bundled_directory(), metavar="DIR",
+    add("--model-dir", type=directory, metavar="DIR",
         help="checkpoint of the baselines (default: the bundled model)")  # fmt: skip
     add("--adapter", type=directory, metavar="DIR",
         help="LoRA adapter of the baselines; the base model does not use it")  # fmt: skip
@@ -260,8 +260,10 @@ def _check(parser: argparse.ArgumentParser, job: BenchJob, params: Params) -> No
     if job.baseline and (others := sorted(given - _BASELINE)):
         flags = ", ".join(f"--{name.replace('_ids', '_id').replace('_', '-')}" for name in others)
         parser.error(f"--baseline: expected no settings except {_BASELINE_FLAGS}, got also {flags}")
-    if job.d2f_repo is not None and not job.baseline:
-        parser.error("--d2f-repo: expected together with --baseline")
+    for name in ("model_dir", "adapter", "d2f_repo"):
+        if getattr(job, name) is not None and not job.baseline:
+            parser.error(f"{flag_of(name)}: expected together with --baseline")
+    job.model_dir = job.model_dir or bundled_directory()
     if job.scorer == "humaneval" and not job.run_model_code:
         parser.error(
             "--scorer humaneval: expected --run-model-code, because it runs code that a model wrote"

@@ -129,6 +129,8 @@ def test_flags_of_a_sweep(dataset: Path, tmp_path: Path) -> None:
         (["--sweep", "--rate", "1"], "--sweep: expected --rate and an objective"),
         (["--sweep", "--total-within", "1"], "--sweep: expected --rate and an objective"),
         (["--d2f-repo", "."], "--d2f-repo: expected together with --baseline"),
+        (["--model-dir", "."], "--model-dir: expected together with --baseline"),
+        (["--adapter", "."], "--adapter: expected together with --baseline"),
         (["--scorer", "humaneval"], "--scorer humaneval: expected --run-model-code"),
         (["--gap-within", "0"], "--gap-within: expected a number above 0, at most 3600"),
         (["--plot", "figures.txt"], "expected a name that ends with .svg, .png or .pdf"),
