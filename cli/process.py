@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol, Self
+from typing import BinaryIO, NoReturn, Protocol, Self
 
 _TAIL_BYTES = 1 << 16
 _POLL_S = 0.1
@@ -204,8 +204,9 @@ class LineOutput(Protocol):
 
 
 class LogFollower:
-    """Copies new lines of the logs in a directory to `out`, until the context ends. Each line
-    begins with its process's name or, if `as_json`, is an object with that name."""
+    """Copies new lines of the logs in a directory to `out`, until the context ends, and then also
+    last lines without an end. Each line begins with its process's name or, if `as_json`, is an
+    object with that name."""
 
     def __init__(
         self,
@@ -223,7 +224,8 @@ class LogFollower:
         self._lead = _as_object if as_json else with_name
         self._shows = shows
         # Lines of an earlier fleet are not shown again.
-        self._read = {log: log.stat().st_size for log in logs_in(directory, process)}
+        self._first = {log: log.stat().st_size for log in logs_in(directory, process)}
+        self._read = self._first.copy()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs")
 
@@ -235,29 +237,37 @@ class LogFollower:
         self._over.set()
         self._thread.join()
 
-    def copy_new(self) -> None:
-        """Copy every complete line that was added since the last call."""
+    def copy_new(self, *, is_last: bool = False) -> None:
+        """Copy every complete line that was added since the last call; the last call also copies a
+        line without an end."""
         for log in logs_in(self._directory, self._process):
             with log.open("rb") as file:
-                begin = self._read.get(log, 0)
-                if file.seek(0, os.SEEK_END) < begin:  # it was truncated
-                    begin = 0
+                begin = self._begin(log, file)
                 file.seek(begin)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                whole, newline, rest = file.read().rpartition(b"\n")
             self._read[log] = begin + len(whole) + len(newline)
-            if newline:
-                lines = whole.decode(errors="replace").split("\n")
-                for line in (one for one in lines if self._shows(log.stem, one)):
-                    # Together with its line end, because other processes write here too.
-                    self._out.write(f"{self._lead(log.stem, line)}\n")
+            lines = whole.decode(errors="replace").split("\n") if newline else []
+            if is_last and rest:
+                lines.append(rest.decode(errors="replace"))
+            for line in (one for one in lines if self._shows(log.stem, one)):
+                # Together with its line end, because other processes write here too.
+                self._out.write(f"{self._lead(log.stem, line)}\n")
         self._out.flush()
+
+    def _begin(self, log: Path, file: BinaryIO) -> int:
+        """Where the first line that was not copied begins: at 0 if the log was emptied since."""
+        begin = self._read.get(log, 0)
+        if begin in (0, self._first.get(log)):  # where an earlier fleet may have left half a line
+            return begin if file.seek(0, os.SEEK_END) >= begin else 0
+        file.seek(begin - 1)
+        return begin if file.read(1) == b"\n" else 0
 
     def _run(self) -> None:
         is_over = False
         while not is_over:
             is_over = self._over.wait(_POLL_S)
             with contextlib.suppress(OSError):  # a full disk or no reader, but files have all lines
-                self.copy_new()
+                self.copy_new(is_last=is_over)
 
 
 def with_name(name: str, line: str) -> str:

@@ -35,6 +35,16 @@ def test_what_was_written_before_the_end_is_shown(tmp_path: Path) -> None:
     assert out.getvalue() == "router     | last words\n"
 
 
+def test_a_last_line_without_an_end_is_shown_with_the_last_look(tmp_path: Path) -> None:
+    """For example of a process that crashed."""
+    out = io.StringIO()
+    with LogFollower(tmp_path, out):
+        (tmp_path / "router.log").write_text("listening\nFatal error: Segmentation fault")
+    assert (
+        out.getvalue() == "router     | listening\nrouter     | Fatal error: Segmentation fault\n"
+    )
+
+
 def test_what_an_earlier_fleet_left_is_not_shown(tmp_path: Path) -> None:
     log, out = tmp_path / "router.log", io.StringIO()
     log.write_text("an error of last week\n")
@@ -48,9 +58,35 @@ def test_a_log_that_was_emptied_is_shown_from_its_begin(tmp_path: Path) -> None:
     log, out = tmp_path / "router.log", io.StringIO()
     log.write_text("a long story\n")
     follower = LogFollower(tmp_path, out)
-    log.write_text("news\n")
-    follower.copy_new()
+    for content in ("", "", "news\n"):
+        log.write_text(content)
+        follower.copy_new()
     assert out.getvalue() == "router     | news\n"
+
+
+def test_a_log_that_was_emptied_and_grew_again_is_shown_in_whole_lines(tmp_path: Path) -> None:
+    log, out = tmp_path / "router.log", io.StringIO()
+    follower = LogFollower(tmp_path, out)
+    log.write_text("one\ntwo\n")
+    follower.copy_new()
+    log.write_text("a longer line\nnews\n")
+    follower.copy_new()
+    shown = ["one", "two", "a longer line", "news"]
+    assert out.getvalue() == "".join(f"router     | {line}\n" for line in shown)
+
+
+@pytest.mark.parametrize("content", ["x" * 9, "half of a line, of an earlier fleet"])
+def test_the_rest_of_a_line_of_an_earlier_fleet_is_no_emptied_log(
+    tmp_path: Path, content: str
+) -> None:
+    log, out = tmp_path / "router.log", io.StringIO()
+    log.write_text(content)
+    follower = LogFollower(tmp_path, out)
+    for news in ("the rest\n", "news\n"):
+        with log.open("a") as more:
+            more.write(news)
+        follower.copy_new()
+    assert out.getvalue() == "router     | the rest\nrouter     | news\n"
 
 
 def test_only_files_are_read(tmp_path: Path) -> None:
