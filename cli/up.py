@@ -267,7 +267,8 @@ def _config(found: UpView, rest: Sequence[str], groups: Mapping[str, FlagGroup])
         raise ValueError("--kv-mode pool: expected --kv-pool with it, because KV goes there")
     http = http_flags(found.http_port, beside=found.port) if found.http else ()
     # Named GPUs imply --device cuda, so an unusable one is an error. A given --device comes later.
-    asked = bool(found.gpus or found.prefill_gpus or found.decode_gpus)
+    named = ("gpus", "prefill_gpus", "decode_gpus")
+    asked = [flag_of(name) for name in named if getattr(found, name)]
     device = ("--device", "cuda") if asked else ()
     adapter = ("--adapter", str(found.adapter)) if found.adapter else ()
     return FleetConfig(
@@ -286,15 +287,15 @@ def _of_role(found: argparse.Namespace, role: str) -> tuple[str, ...]:
     return tuple(word for flag, size in sizes if size is not None for word in (flag, str(size)))
 
 
-def _gpus(found: argparse.Namespace, asked: bool) -> tuple[str, ...] | None:
+def _gpus(found: argparse.Namespace, asked: Sequence[str]) -> tuple[str, ...] | None:
     """The GPUs that the fleet may use; None for the CPU, which a machine without GPUs takes. Raises
-    ValueError if requested GPUs are missing."""
+    ValueError if requested GPUs are missing. asked: the flags that request some."""
     if found.device == "cpu" and not asked:
         return None
     here = gpus_here()
     if not here:
         if asked or found.device == "cuda":
-            raise ValueError(no_gpu("--gpus" if asked else "--device cuda"))
+            raise ValueError(no_gpu(asked[0] if asked else "--device cuda"))
         return None
     return fleet_gpus(here, found.gpus, (*(found.prefill_gpus or ()), *(found.decode_gpus or ())))
 

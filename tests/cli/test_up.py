@@ -168,7 +168,7 @@ def _help() -> str:
         (["--max-ques", "1"], "unrecognized arguments: --max-ques 1; did you mean --max-queue?"),
         (["--gpus", "a"], "argument --gpus: expected GPUs such as 0,1 or GPU-.., got 'a'"),
         (["--gpus", "0"], "--gpus: no GPU was found on this machine"),
-        (["--decode-gpus", "0"], "--gpus: no GPU was found on this machine"),
+        (["--decode-gpus", "0"], "--decode-gpus: no GPU was found on this machine"),
         (["--device", "cuda"], "--device cuda: no GPU was found on this machine"),
         (["--device", "cuda:7"], "argument --device: invalid choice: 'cuda:7'"),
     ],

@@ -17,6 +17,19 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "told"),
     [
         ("--encrypt-pages --connector nixl", "--encrypt-pages: expected --connector zmq, got nixl"),
+        ("--prefill-gpus 0", "--prefill-gpus: no GPU was found on this machine"),
+        (
+            "--prefill 0 --prefill-tensor-parallel-size 2",
+            "--prefill-tensor-parallel-size: expected a prefill worker, but the fleet has none",
+        ),
+        (
+            "--prefill 0 --prefill-pipeline-parallel-size 2",
+            "--prefill-pipeline-parallel-size: expected a prefill worker, but the fleet has none",
+        ),
+        (
+            "--prefill 0 --reservation-s=8 --prefill-tensor-parallel-size 2",
+            "--reservation-s: expected a prefill worker, but the fleet has none",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_each_other(
