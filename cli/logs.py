@@ -1,8 +1,8 @@
 """`effuse logs`: the logs of a fleet's processes on this machine, even after it has ended.
 
 `effuse up` has a directory for each fleet below `$XDG_STATE_HOME/effuse`, which is
-`~/.local/state/effuse` by default, with one file for each process. Directories of running fleets
-and of the last ten ended ones stay.
+`~/.local/state/effuse` by default, with one file for each process, or a link to the directory of
+its `--log-dir`. Directories of running fleets and of the last ten ended ones stay.
 """
 
 import argparse
@@ -26,12 +26,16 @@ KEPT: Final = 10
 """Ended fleets whose logs stay."""
 
 _LOCK = "in-use"  # a file in a directory, locked while its fleet runs
+_LINK = "elsewhere"  # a link in a directory, to that of --log-dir
 _POLL_S = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises CommandError if there is no such log."""
-    found = make_parser().parse_args(argv)
+    parser = make_parser()
+    found = parser.parse_args(argv)
+    if found.log_dir and found.fleet:
+        parser.error("--fleet: expected without --log-dir, which names the directory itself")
     where = found.log_dir or _latest_of_user(found.fleet)
     names = sorted(log.stem for log in logs_in(where))
     if not (names or found.follow):
@@ -57,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _latest_of_user(fleet: str | None) -> Path:
-    """The directory of this user's last fleet, or the last one of this name."""
+    """The logs of this user's last fleet, or the last one of this name; names it on stderr."""
     try:
         home = logs_home()
     except RuntimeError as error:  # a user without a home
@@ -65,7 +69,9 @@ def _latest_of_user(fleet: str | None) -> Path:
     if (found := latest(home, fleet)) is None:
         name = f" {fleet!r}" if fleet else ""
         raise CommandError(f"{home} has no logs of a fleet{name}")
-    return found
+    where = _logs_of(found)
+    print(f"effuse logs: fleet {_name_of(found)}, in {where}", file=sys.stderr)
+    return where
 
 
 def show(where: Path, process: str, lines: int, out: TextIO, *, follow: bool) -> None:
@@ -90,9 +96,19 @@ def logs_home() -> Path:
 def latest(home: Path, fleet: str | None) -> Path | None:
     """The directory of the fleet that started last, or the last one of this name; fleets that ended
     before their first line come last."""
-    found = [one for one in _started(home) if fleet is None or one.name.partition("_")[2] == fleet]
-    found = [one for one in found if any(one.glob("*.log")) or _is_in_use(one)] or found
+    found = [one for one in _started(home) if fleet is None or _name_of(one) == fleet]
+    found = [one for one in found if any(_logs_of(one).glob("*.log")) or _is_in_use(one)] or found
     return found[-1] if found else None
+
+
+def _name_of(directory: Path) -> str:
+    return directory.name.partition("_")[2]
+
+
+def _logs_of(directory: Path) -> Path:
+    """Where a fleet with this directory writes its logs."""
+    link = directory / _LINK
+    return link.readlink() if link.is_symlink() else directory
 
 
 def _started(home: Path) -> list[Path]:
@@ -101,12 +117,15 @@ def _started(home: Path) -> list[Path]:
 
 
 @contextmanager
-def kept_logs(home: Path, fleet: str, now: float) -> Iterator[Path]:
+def kept_logs(home: Path, fleet: str, now: float, elsewhere: Path | None = None) -> Iterator[Path]:
     """A directory for a fleet's logs, in use as long as the context. Of ended fleets, the last KEPT
-    stay. now: seconds since the epoch. Raises OSError if the directory cannot be made."""
+    stay. now: seconds since the epoch. elsewhere: the directory of its logs, if another one. Raises
+    OSError if the directory cannot be made."""
     moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     directory = home / f"{moment}.{int(now * 1000) % 1000:03d}_{fleet}"
     directory.mkdir(mode=0o700, parents=True)
+    if elsewhere is not None:
+        (directory / _LINK).symlink_to(elsewhere.absolute())
     # NFS gives a shared lock only to a reader, and an exclusive one only to a writer.
     with (directory / _LOCK).open("w+") as lock:
         with suppress(OSError):  # a file system without locks, on which nothing is cleaned up
@@ -130,14 +149,14 @@ def _is_in_use(where: Path) -> bool:
 
 
 def keep_logs(config: FleetConfig, stack: ExitStack) -> FleetConfig:
-    """Writes the logs to the directory of `effuse logs`, unless a flag names another one; if it
-    cannot be made, they end with the fleet."""
-    if config.log_dir is not None:
-        return config
-    name = config.name or new_name()
+    """Writes the logs to the directory of `effuse logs`, or has it link to the one that a flag
+    names. If it cannot be made, the logs end with the fleet unless a flag names another one."""
+    name, given = config.name or new_name(), config.log_dir
     try:
-        directory = stack.enter_context(kept_logs(logs_home(), name, time.time()))
+        directory = stack.enter_context(kept_logs(logs_home(), name, time.time(), given))
     except (OSError, RuntimeError) as error:  # the latter without a home
-        print(f"effuse up: logs are not written to files: {error}", file=sys.stderr)
+        shown = "`effuse logs` shows this fleet only with --log-dir"
+        lost = shown if given else "logs are not written to files"
+        print(f"effuse up: {lost}: {error}", file=sys.stderr)
         return config
-    return replace(config, name=name, log_dir=directory)
+    return replace(config, name=name, log_dir=given or directory)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,20 +155,75 @@ def test_what_is_added_is_shown_once(home: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_fleet_keeps_its_logs_unless_told_where(home: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         named = FleetConfig(log_dir=tmp_path / "mine")
-        assert keep_logs(named, stack) is named
+        assert keep_logs(named, stack).log_dir == tmp_path / "mine"
         kept = keep_logs(FleetConfig(name="ours"), stack)
         assert kept.log_dir == latest(home, "ours")
         unnamed = keep_logs(FleetConfig(), stack)
         assert unnamed.name and unnamed.log_dir == latest(home, unnamed.name)
 
 
+def test_a_fleet_that_logs_elsewhere_is_found_and_named(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = _fleet(home, "older", 1.0, router="old\n")
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "router.log").write_text("new\n")
+    with ExitStack() as stack:
+        config = keep_logs(FleetConfig(name="ours", log_dir=Path("mine")), stack)
+        assert (config.name, config.log_dir) == ("ours", Path("mine"))
+    for words in ([], ["--fleet", "ours"]):
+        assert main(["logs", *words]) == 0
+        told = capsys.readouterr()
+        assert told.out == "router     | new\n"
+        assert told.err == f"effuse logs: fleet ours, in {mine}\n"
+    shutil.rmtree(mine)
+    assert main(["logs"]) == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("router     | old\n", f"effuse logs: fleet older, in {older}\n")
+    assert main(["logs", "--fleet", "ours"]) == 1
+    assert f"{mine} has no logs" in capsys.readouterr().err
+
+
+def test_what_a_fleet_logged_elsewhere_stays(home: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "router.log").write_text("x\n")
+    with ExitStack() as stack:
+        keep_logs(FleetConfig(name="ours", log_dir=mine), stack)
+    for at in range(KEPT + 2):
+        _fleet(home, f"fleet-{at}", 4e9 + at)
+    assert latest(home, "ours") is None and (mine / "router.log").exists()
+
+
+def test_a_directory_and_a_fleets_name_are_too_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["logs", "--log-dir", str(tmp_path), "--fleet", "ours"])
+    assert ended.value.code == 2
+    assert "--fleet: expected without --log-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        (None, "logs are not written to files"),
+        ("mine", "`effuse logs` shows this fleet only with --log-dir"),
+    ],
+)
 def test_where_none_can_be_kept_the_fleet_starts_all_the_same(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    named: str | None,
+    told: str,
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "effuse").write_text("a file is in the way")
-    config = FleetConfig()
+    config = FleetConfig(log_dir=tmp_path / named if named else None)
     assert keep_logs(config, ExitStack()) is config
-    assert "effuse up: logs are not written to files: " in capsys.readouterr().err
+    assert f"effuse up: {told}: " in capsys.readouterr().err
 
 
 def test_a_user_without_a_home_learns_of_the_flag(
