@@ -121,6 +121,7 @@ class LLM:
         self._core, self.model = engine.core, engine.ready.model
         self._most = config.max_num_seqs * config.num_replicas
         self._busy = threading.Lock()
+        self._is_closed = False
         self._num_asked = 0
 
     def generate(
@@ -139,7 +140,7 @@ class LLM:
         params: for all prompts, or one for each. Raises EffuseError for the first request that is
         wrong or fails; then nothing more is computed. Raises TypeError for wrong types of prompts
         or params, ValueError unless there are as many params as prompts, and RuntimeError while
-        another batch is running.
+        another batch is running, and after `close`.
         """
         listed = _listed(prompts)
         each = _each(params, len(listed))
@@ -157,6 +158,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends the tokenizer's threads and the engine; memory is freed with the object."""
+        self._is_closed = True
         self._tokenizer.close()
         self._engine.close()
 
@@ -169,6 +171,8 @@ class LLM:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Two batches at a time would take each other's events, and wait for ever."""
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed and answers nothing more")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "this LLM is answering another batch; one thread at a time may use it"
