@@ -6,6 +6,7 @@ and the benchmarks. No process and no file is left, unless the start failed.
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import tempfile
@@ -27,7 +28,7 @@ from effuse.cli.commands import (
     renamed,
     router_names,
 )
-from effuse.cli.home import Home
+from effuse.cli.home import Home, hold
 from effuse.cli.ports import free_port, hold_port
 from effuse.cli.process import Process, Spawner, stop_all
 from effuse.config.flags import CommandError
@@ -59,7 +60,7 @@ class Fleet:
     """A running fleet. Processes are named redis, router, prefill-0, decode-0, worker-0, ..."""
 
     def __init__(self, config: FleetConfig) -> None:
-        """Raises OSError if the log directory cannot be made or written."""
+        """Raises OSError if the log directory cannot be made or written, or is another fleet's."""
         self.config = config
         self.name = config.name or new_name()
         self.redis_url = config.redis_url or ""
@@ -72,11 +73,13 @@ class Fleet:
         self._ended: list[Process] = []  # processes that are being replaced
         self._spawner = Spawner()
         self._port: socket.socket | None = None  # reserved for the routers
+        self._held = contextlib.ExitStack()  # the log directory
         if config.log_dir is not None:
             try:
                 config.log_dir.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=config.log_dir):
                     pass
+                self._held.callback(os.close, hold(config.log_dir))
             except OSError as error:
                 raise OSError(f"--log-dir {config.log_dir}: {error.strerror}") from error
         self.home = Home(config.router_flags)
@@ -154,6 +157,7 @@ class Fleet:
         self._spawner.close()
         if self._port is not None:
             self._port.close()
+        self._held.close()
         self.home.remove()
 
     def roll(self, name: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ Only the fleet's user can read it. It is removed with the fleet. If the fleet's 
 the user's next fleet removes it.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -100,6 +101,19 @@ class Home:
         if self._directory is not None:
             os.close(self._directory)
         self._directory = None
+
+
+def hold(directory: Path) -> int:
+    """Locks a directory against other fleets, until the descriptor is closed. Raises OSError."""
+    held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        raise OSError(errno.EBUSY, "another fleet writes there") from error
+    except OSError:  # a file system without locks, on which nobody is refused
+        pass
+    return held
 
 
 def _sweep() -> None:

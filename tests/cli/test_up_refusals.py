@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from effuse.cli.commands import FleetConfig
+from effuse.cli.fleet import Fleet
 from effuse.cli.up import parse
 
 
@@ -39,3 +43,14 @@ def test_flags_that_do_not_fit_each_other(
         parse(flags.split())
     assert ended.value.code == 2
     assert f"effuse up: {told}" in capsys.readouterr().err
+
+
+def test_a_log_directory_is_one_running_fleets_alone(tmp_path: Path) -> None:
+    """Lines of two fleets would be mixed in the same files."""
+    config = FleetConfig(log_dir=tmp_path)
+    first = Fleet(config)
+    with pytest.raises(OSError, match=f"--log-dir {tmp_path}: another fleet writes there"):
+        Fleet(config)
+    first.stop()
+    Fleet(config).stop()
+    assert not [*tmp_path.iterdir()]
