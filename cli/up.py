@@ -333,7 +333,7 @@ def _check_flags(
     try:
         for name, group in groups.items():
             names = group.names | groups["every"].names  # may be checked together
-            names = names | {"host" if name == "router" else "connector"}  # its own kind's alone
+            names = names | {"host" if name == "router" else "connector"}  # which only these have
             if name in ("prefill", "decode"):  # whose flags exclude some of every worker's
                 names = names | groups["workers"].names
             given = {one: getattr(found, one) for one in names}
