@@ -16,7 +16,8 @@ from effuse.cli.commands import value_of
 from effuse.placement.records import Role
 
 pytestmark = pytest.mark.chart
-QUERIES = [*dashboard_queries(), *(rule["expr"] for rule in alerts())]
+ALERTED = [rule["expr"] for rule in alerts()]
+QUERIES = [*dashboard_queries(), *ALERTED]
 
 
 def test_every_metric_that_is_asked_for_is_served() -> None:
@@ -33,6 +34,31 @@ def test_brackets_and_quotes_are_closed(query: str) -> None:
     assert '"' not in bare
     for one, other in ("()", "[]", "{}"):
         assert bare.count(one) == bare.count(other)
+
+
+@pytest.mark.parametrize("query", ALERTED)
+def test_an_alert_is_about_one_fleet(query: str) -> None:
+    """Otherwise a healthy fleet outweighs one that answers nothing."""
+    sums = re.findall(r"\b(?:sum|min|max|avg|count|group)\b(?: ?(by|without) \(([^)]*)\))?", query)
+    for kind, labels in sums:
+        named = set(re.split(r",\s*", labels))
+        assert kind == "without" or {"job", "namespace", "fleet"} <= named, query
+        assert kind == "by" or not {"job", "namespace", "fleet"} & named, query
+
+
+@pytest.mark.parametrize("query", dashboard_queries())
+def test_a_panel_is_about_the_fleets_that_are_chosen(query: str) -> None:
+    chosen = 'namespace=~"$namespace", fleet=~"$fleet"'
+    selected = re.findall(r"\b(?:effuse|process)_[a-z0-9_]+(?:\{([^}]*)\})?", query)
+    assert selected and all(chosen in one for one in selected)
+
+
+def test_each_choice_of_the_dashboard_may_be_all_of_them() -> None:
+    """Also of fleets without such a label: outside of Kubernetes there is no namespace."""
+    chosen = {one["name"]: one for one in dashboard()["templating"]["list"]}
+    assert {"namespace", "fleet", "model_name"} < set(chosen)
+    for name in ("namespace", "fleet"):
+        assert (chosen[name]["current"]["value"], chosen[name]["allValue"]) == ("$__all", ".*")
 
 
 def test_a_histogram_is_asked_by_its_bounds_and_a_counter_by_its_growth() -> None:
