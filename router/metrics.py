@@ -26,7 +26,7 @@ from effuse.v1 import worker_pb2
 from effuse.v1.monitor_pb2 import RunningBlock
 
 MODEL = "model_name"
-_BY_CLIENTS: Final = ("CANCELLED", "ABORTED", "INVALID_ARGUMENT", "ALREADY_EXISTS")
+BY_CLIENTS: Final = ("CANCELLED", "ABORTED", "INVALID_ARGUMENT", "ALREADY_EXISTS")
 """Statuses of requests that ended before anything could be kept, and by no fault of the fleet."""
 _SECONDS: Final = {
     "request_queue_time": "From arrival to placement on workers",
@@ -107,7 +107,7 @@ class RouterMetrics(ProcessMetrics):
             return
         if status == "OK":
             self._count_answer(request, stats)
-        if status not in _BY_CLIENTS:
+        if status not in BY_CLIENTS:
             self._count_kept(request, status, stats)
 
     def _count_kept(self, request: Request, status: str, stats: Stats) -> None:

@@ -14,8 +14,10 @@ from k8s.monitoring import MONITORING, alerts, dashboard, dashboard_queries, nam
 
 from effuse.cli.commands import value_of
 from effuse.placement.records import Role
+from effuse.router.metrics import BY_CLIENTS
 
 pytestmark = pytest.mark.chart
+DOCS = K8S.parent / "docs"
 ALERTED = [rule["expr"] for rule in alerts()]
 QUERIES = [*dashboard_queries(), *ALERTED]
 
@@ -179,6 +181,14 @@ def test_workers_that_do_both_count_as_workers_that_decode() -> None:
     (roles,) = re.findall(r'worker_role=~?"([^"]*)"', rule["expr"])
     assert {role for role in get_args(Role) if re.fullmatch(roles, role)} == {"decode", "both"}
     assert "sum without (worker_role)" in rule["expr"]
+
+
+def test_a_request_that_its_client_ended_or_mistook_has_not_failed() -> None:
+    (rule,) = [one for one in alerts() if one["alert"] == "EffuseRequestsFail"]
+    (left_out,) = re.findall(r'status!~"([^"]*)"', rule["expr"])
+    assert set(left_out.split("|")) == {"OK", *BY_CLIENTS}
+    (row,) = re.findall(r"`effuse_requests_total\{.*", (DOCS / "operations.md").read_text())
+    assert {"OK", *BY_CLIENTS} == set(re.findall(r"\b[A-Z]{2}[A-Z_]*", row))
 
 
 @pytest.mark.parametrize("query", QUERIES)
