@@ -111,7 +111,7 @@ class Serving:
         try:
             yield
         except EffuseError as error:
-            self.router.metrics.count_refusal(self.tenant().name, error.code.name)
+            self.router.metrics.count_refusal(self.tenant().name, error)
             raise
 
     async def accept(

@@ -14,13 +14,14 @@ from prometheus_client import Counter
 
 from effuse.client.answer import Stats
 from effuse.placement.records import Role
-from effuse.protos.errors import Overloaded
+from effuse.protos.errors import EffuseError, Overloaded
 from effuse.router.failures import REFUSALS, Failure, FailureKind
 from effuse.router.measures import KeptShares
 from effuse.router.policy import Candidate, Condition
 from effuse.router.prefixes import KnownPrefix
 from effuse.router.request import Request
 from effuse.router.steering import ModelPlan
+from effuse.router.tenants import QUOTA
 from effuse.telemetry.metrics import TOKENS_PER_FORWARD, ProcessMetrics
 from effuse.v1 import worker_pb2
 from effuse.v1.monitor_pb2 import RunningBlock
@@ -48,7 +49,9 @@ class RouterMetrics(ProcessMetrics):
         self.requests = self.counter(
             "requests", "Requests by the status they ended with", MODEL, "status"
         )
-        self.refused = self.counter("refused", "Requests refused before they began", "status")
+        self.refused = self.counter(
+            "refused", "Requests refused before they began", "status", "quota"
+        )
         self.http = self.counter("http_responses", "Responses of the HTTP API", "route", "status")
         self.poison = self.counter("refused_poison", "Requests refused because they killed engines")
         self.repeated = self.counter("answers_repeated", "Requests answered with a stored answer")
@@ -132,9 +135,10 @@ class RouterMetrics(ProcessMetrics):
         self.known_tokens.labels("own").inc(claim.own)
         self.known_tokens.labels("shared").inc(claim.shared)
 
-    def count_refusal(self, tenant: str, status: str) -> None:
+    def count_refusal(self, tenant: str, error: EffuseError) -> None:
         """A request was refused before anything was held; `tenant` is empty without keys."""
-        self.refused.labels(status).inc()
+        status = error.code.name
+        self.refused.labels(status, str(QUOTA in error.labels).lower()).inc()
         if tenant:
             self.tenants.labels(tenant, status).inc()
 

@@ -44,6 +44,8 @@ _LINE: Final = re.compile(
 )
 MINUTE_S = 60.0
 AGAIN_S = 1.0
+QUOTA: Final = "quota"
+"""Label of an error: the caller's own limits refuse it, and not the load of the fleet."""
 QUANTUM: Final = 256
 """Tokens that a tenant may spend in a turn: an answer of the length that is usual."""
 
@@ -142,6 +144,10 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 
+def _beyond_quota(text: str, wait_s: float) -> Overloaded:
+    return Overloaded(text, retry_after_s=wait_s, labels={QUOTA: "true"})
+
+
 @dataclass(slots=True)
 class Account:
     """Of one tenant. `spent` is of this minute: it falls by the limit in each minute, to 0."""
@@ -205,7 +211,7 @@ class Quotas:
         if rate is not None and account.spent >= rate:
             wait_s = (account.spent - rate) * MINUTE_S / rate + AGAIN_S
             text = f"this key's tenant has used its {rate} tokens a minute"
-            raise Overloaded(text, retry_after_s=math.ceil(wait_s))
+            raise _beyond_quota(text, math.ceil(wait_s))
 
     def check_room(self, tenant: Tenant, account: Account, more: int, num_answers: int) -> None:
         """Raises `Overloaded` if `more` answers beside those that are counted are too many for a
@@ -214,7 +220,7 @@ class Quotas:
         if most is not None and running > most:
             own = "" if num_answers == 1 else f", and this request counts as {num_answers}"
             others = f"{running - num_answers} requests of this key's tenant run or wait{own}"
-            raise Overloaded(f"{others}; its limit is {most}", retry_after_s=AGAIN_S)
+            raise _beyond_quota(f"{others}; its limit is {most}", AGAIN_S)
 
     def running(self, tenant: Tenant, num_answers: int = 1) -> QuotaShare:
         """Counts a request within `with`, by its answers."""

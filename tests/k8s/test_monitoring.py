@@ -191,6 +191,12 @@ def test_a_request_that_its_client_ended_or_mistook_has_not_failed() -> None:
     assert {"OK", *BY_CLIENTS} == set(re.findall(r"\b[A-Z]{2}[A-Z_]*", row))
 
 
+def test_a_tenant_beyond_its_own_limits_does_not_overload_the_fleet() -> None:
+    """More workers, which the alert asks for, would not help."""
+    (rule,) = [one for one in alerts() if one["alert"] == "EffuseRequestsRefused"]
+    assert 'effuse_refused_total{status="RESOURCE_EXHAUSTED", quota!="true"}' in rule["expr"]
+
+
 @pytest.mark.parametrize("query", QUERIES)
 def test_workers_that_do_both_are_watched_like_others(query: str) -> None:
     for roles in re.findall(r'[{ ,]role=~?"([^"]*)"', query):

@@ -137,8 +137,8 @@ def test_bad_input_is_refused_before_a_worker_sees_it() -> None:
         nowhere = await failure(stub.ModelInfer(asked(model_name="nowhere"), timeout=30))
         assert isinstance(nowhere, errors.NotFound)
         await stream(fleet, kserve.ModelInferRequest(id="bad"))
-        assert fleet.metric("effuse_refused_total", status="INVALID_ARGUMENT") == 2
-        assert fleet.metric("effuse_refused_total", status="NOT_FOUND") == 1
+        assert fleet.metric("effuse_refused_total", status="INVALID_ARGUMENT", quota="false") == 2
+        assert fleet.metric("effuse_refused_total", status="NOT_FOUND", quota="false") == 1
         assert not fleet.decode[0].requests
 
     run(body)

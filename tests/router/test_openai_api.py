@@ -253,7 +253,7 @@ def test_each_of_several_prompts_counts_as_a_request(tmp_path: Path) -> None:
         await until(lambda: len(fleet.decode[0].running) == 2)
         with pytest.raises(openai.RateLimitError, match="2 requests of this key's tenant"):
             await client.completions.create(model="fake", prompt=["c", "d"])
-        assert fleet.metric("effuse_refused_total", status="RESOURCE_EXHAUSTED") == 1
+        assert fleet.metric("effuse_refused_total", status="RESOURCE_EXHAUSTED", quota="true") == 1
         go.set()
         assert len((await first).choices) == 2
 

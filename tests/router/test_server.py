@@ -161,7 +161,7 @@ def test_an_id_that_is_running_is_refused_and_free_afterwards() -> None:
             errors.AlreadyRunning,
             True,
         )
-        assert fleet.metric("effuse_refused_total", status="ALREADY_EXISTS") == 1
+        assert fleet.metric("effuse_refused_total", status="ALREADY_EXISTS", quota="false") == 1
         go.set()
         assert (await first).text == TEXT
         assert (await ask(fleet, request_id="twin")).text == TEXT
@@ -366,7 +366,7 @@ def test_metrics_are_served_as_prometheus_text() -> None:
         of = 'model_name="fake",role="router"'
         for line in (
             f'effuse_requests_total{{{of},status="OK"}} 1.0',
-            'effuse_refused_total{role="router",status="INVALID_ARGUMENT"} 1.0',
+            'effuse_refused_total{quota="false",role="router",status="INVALID_ARGUMENT"} 1.0',
             f"effuse_prompt_tokens_total{{{of}}} {len('how many?') + 2}.0",
             f"effuse_time_to_first_block_seconds_count{{{of}}} 1.0",
             f"effuse_inter_block_latency_seconds_count{{{of}}} {gaps}.0",

@@ -201,6 +201,9 @@ def test_a_tenant_beyond_its_limit_is_refused_and_others_are_not(tmp_path: Path)
         error = await failure(flood.Generate(request(), timeout=30))
         assert isinstance(error, Overloaded) and error.retry_after_s
         assert ended(fleet, "flood", "RESOURCE_EXHAUSTED") == 1
+        refused = {"status": "RESOURCE_EXHAUSTED"}
+        assert fleet.metric("effuse_refused_total", quota="true", **refused) == 1
+        assert fleet.metric("effuse_refused_total", quota="false", **refused) is None
         release.set()
         assert (await quiet.Generate(request(), timeout=30)).text
         assert (await first).text

@@ -114,7 +114,7 @@ def test_bad_input_is_refused_before_a_worker_sees_it() -> None:
             error = await failure(stub_of(fleet).Generate(request, timeout=30).read())
             assert isinstance(error, errors.InvalidRequest)
             assert [one.field for one in error.violations] == [field]
-        assert fleet.metric("effuse_refused_total", status="INVALID_ARGUMENT") == 3
+        assert fleet.metric("effuse_refused_total", status="INVALID_ARGUMENT", quota="false") == 3
         assert not fleet.decode[0].requests and not fleet.router.requests.num_running
 
     run(body)
