@@ -68,6 +68,20 @@ ALL: Values = {
     },
 }  # fmt: skip
 """Nearly every value, each other than by default."""
+NUMBERS: Values = {
+    "fullnameOverride": "true",
+    "image": {"pullSecrets": ["1"]},
+    "serviceAccount": {"create": True},
+    "fleetSecret": "true",
+    "model": {"claim": "123", "create": True, "storageClass": "2", "name": "7",
+              "download": {"enabled": True, "tokenSecret": "3"}},
+    "router": {"keysSecret": "4", "priorityClassName": "5"},
+    "redis": {"maxMemory": "209715200", "credentialsSecret": "1234"},
+    "tls": {"enabled": True, "fleetSecret": "6", "routerSecret": "8"},
+    "workers": {"autoscaling": {"enabled": True}},
+    "metrics": {"enabled": True, "operator": True},
+}  # fmt: skip
+"""Texts that YAML reads as something else without quotes."""
 
 
 def helm(*words: str, values: Values | None = None) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,7 @@ from k8s.charted import (
     ALL,
     CHART,
     NAME,
+    NUMBERS,
     OLDEST,
     Values,
     canonical,
@@ -132,13 +133,28 @@ def test_a_difference_is_seen(kind: str, name: str, change: Change, files: Path)
     assert canonical(documents, files) != before
 
 
-@pytest.mark.parametrize("values", [*(values for values, _ in SAME.values()), ALL])
-def test_helm_and_kubernetes_accept_it(values: Values, tmp_path: Path) -> None:
-    words = GPU_VALUES if "create" in values.get("model", {}) and values is not ALL else ()
+NUMBERED: Values = {**NUMBERS, "serviceAccount": {"name": "123"}}
+OWN_REDIS = {"credentialsSecret": "1", "caSecret": "2", "sentinelSecret": "3"}
+
+
+@pytest.mark.parametrize(
+    ("values", "release"),
+    [
+        *((values, "effuse") for values, _ in SAME.values()),
+        (ALL, "effuse"),
+        (NUMBERS, "7"),
+        ({**NUMBERED, "redis": {**ALL["redis"], **OWN_REDIS}}, "true"),
+        ({**NUMBERED, "workers": {"gpus": 2, "hosts": 2}}, "9"),
+    ],
+)
+def test_helm_and_kubernetes_accept_it(values: Values, release: str, tmp_path: Path) -> None:
+    is_of_gpus = "create" in values.get("model", {}) and values["model"].get("claim") is None
+    words = GPU_VALUES if is_of_gpus else ()
     linted = helm("lint", "--strict", str(CHART), *words, values=values)
     assert not linted.returncode, linted.stdout + linted.stderr
     made = tmp_path / "made.yaml"
-    made.write_text(yaml.safe_dump_all(charted(values, *words, "--kube-version", OLDEST)))
+    documents = charted(values, *words, "--kube-version", OLDEST, release=release)
+    made.write_text(yaml.safe_dump_all(documents))
     validate = installed("kubernetes-validate") / "bin" / "kubernetes-validate"
     flags = ("--strict", "--quiet", "--kubernetes-version", OLDEST)
     done = subprocess.run(

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.chart
 ATTEMPT = runpy.run_path(str(K8S / "attempt.py"))
 
 
-@pytest.mark.parametrize("component", ["config", "fleet-secret", "monitoring", "redis-password", "tls"])
+@pytest.mark.parametrize(
+    "component", ["config", "fleet-secret", "monitoring", "redis-password", "tls"]
+)
 def test_workers_in_one_pod_are_not_left_out_of_what_the_router_gets(component: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         deployments("gpu-nvlink-1p1d", component)

@@ -3,7 +3,7 @@
 {{- define "effuse.redis" -}}
 args:
   - --maxmemory
-  - {{ .own.maxMemory }}
+  - {{ .own.maxMemory | quote }}
   - --maxmemory-policy
   - noeviction
   {{- if .own.credentialsSecret }}

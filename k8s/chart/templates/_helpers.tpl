@@ -80,13 +80,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: effuse
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* Labels of every pod of the release. */}}
 {{- define "effuse.fleet" -}}
 app.kubernetes.io/part-of: effuse
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* From here on the context is a dict of `root`, `role` and, for pods, `own`: the settings of the role. */}}
@@ -160,7 +160,7 @@ app.kubernetes.io/name: {{ .role }}
   readOnly: true
   volume:
     secret:
-      secretName: {{ first $secret }}
+      secretName: {{ first $secret | quote }}
       defaultMode: 0440
       {{- with rest $secret }}
       items:
@@ -175,7 +175,7 @@ app.kubernetes.io/name: {{ .role }}
   readOnly: true
   volume:
     persistentVolumeClaim:
-      claimName: {{ $values.model.claim }}
+      claimName: {{ $values.model.claim | quote }}
       readOnly: true
 {{- end }}
 {{- if .own.config }}

@@ -33,12 +33,12 @@ spec:
   terminationGracePeriodSeconds: {{ get (dict "redis" 10 "router" (add (int $own.drainS) 45)) $role | default (add (int $own.drainS) 100) }}
   {{- include "effuse.restrictedPod" $root | nindent 2 }}
   {{- with include "effuse.serviceAccount" $root }}
-  serviceAccountName: {{ . }}
+  serviceAccountName: {{ . | quote }}
   {{- end }}
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   {{- range $field := list "nodeSelector" "affinity" "priorityClassName" "runtimeClassName" }}
