@@ -186,6 +186,17 @@ def test_an_older_kubernetes_is_refused() -> None:
     assert ">=1.30" in done.stderr
 
 
+NO_ROOM: Values = {"maxUnavailable": 0, "maxSurge": 0}
+
+
+def _metrics(port: int = 9464) -> dict[str, Any]:
+    return {"metrics": {"enabled": True, "port": port}}
+
+
+def _scaled(**bounds: int) -> dict[str, Any]:
+    return {**_metrics(), "decode": {"autoscaling": {"enabled": True, **bounds}}}
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
@@ -243,12 +254,43 @@ def test_an_older_kubernetes_is_refused() -> None:
         ({"networkPolicy": {"egress": True, "egressTo": [{}]}}, "/networkPolicy/egressTo/0"),
         ({"networkPolicy": {"egress": True, "egressTo": [{"from": []}]}}, "'from'"),
         ({"fullnameOverride": "7b"}, "/fullnameOverride"),
+        ({"workers": {"drainS": 0}}, "/workers/drainS"),
+        ({"router": {"drainS": 0}}, "/router/drainS"),
+        (_metrics(8000), "metrics.port: expected another port than 8000"),
+        (_metrics(50051), "metrics.port"),
+        (_metrics(50052), "metrics.port"),
+        (_metrics(50059) | {"tls": {"enabled": True}}, "metrics.port"),
+        (_scaled(minReplicas=20), "decode.autoscaling.minReplicas: expected at most 16"),
+        (_scaled(minReplicas=3, maxReplicas=2), "decode.autoscaling.minReplicas"),
+        ({"router": {"rollingUpdate": NO_ROOM}}, "router.rollingUpdate: expected"),
+        (
+            {
+                "workers": {"rollingUpdate": {"maxSurge": "0%"}},
+                "decode": {"rollingUpdate": {"maxUnavailable": 0}},
+            },
+            "decode.rollingUpdate",
+        ),
     ],
 )
 def test_a_bad_value_is_refused_by_name(values: Values, named: str) -> None:
     done = helm("template", "effuse", str(CHART), values=values)
     assert done.returncode
     assert named in done.stderr
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**_metrics(8000), "router": {"http": {"enabled": False}}},
+        _metrics(50059),
+        {"metrics": {"port": 8000}},
+        _scaled(minReplicas=16),
+        {"decode": {"autoscaling": {"minReplicas": 20}}},
+        {"router": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": "10%"}}},
+    ],
+)
+def test_a_value_that_does_no_harm_is_accepted(values: Values) -> None:
+    assert charted(values)
 
 
 def test_more_flags_have_none_that_a_template_sets() -> None:

@@ -20,14 +20,22 @@
 {{- if and $values.model.download.enabled (not $values.model.claim) -}}
 {{- fail "model.claim: expected a name for the claim, because model.download.enabled is set" -}}
 {{- end -}}
-{{- range $role := $values.roles -}}
+{{- range $role := prepend $values.roles "router" -}}
 {{- $own := include "effuse.own" (dict "root" $ "role" $role) | fromYaml -}}
-{{- if and $own.autoscaling.enabled $own.autoscaling.scaler (not $values.metrics.enabled) -}}
-{{- fail (printf "metrics.enabled: expected it, because %s.autoscaling follows a metric" $role) -}}
-{{- end -}}
+{{- include "effuse.checkRole" (dict "root" $ "role" $role "own" $own) -}}
 {{- if gt (int $own.hosts) 1 -}}
 {{- include "effuse.checkHosts" (dict "root" $ "role" $role "own" $own) -}}
 {{- end -}}
+{{- end -}}
+{{- $taken := list 50051 50052 -}}
+{{- if $values.tls.enabled -}}
+{{- $taken = append $taken 50059 -}}
+{{- end -}}
+{{- if $values.router.http.enabled -}}
+{{- $taken = append $taken 8000 -}}
+{{- end -}}
+{{- if and $values.metrics.enabled (has (int $values.metrics.port) $taken) -}}
+{{- fail (printf "metrics.port: expected another port than %d, on which the pods listen for calls" (int $values.metrics.port)) -}}
 {{- end -}}
 {{- if and $values.tls.clientCertificates (not $values.tls.enabled) -}}
 {{- fail "tls.clientCertificates: expected tls.enabled with it" -}}
@@ -44,6 +52,29 @@
 {{- end -}}
 {{- if and $values.redis.sentinelSecret (not (contains "+sentinel://" $values.redis.url)) -}}
 {{- fail "redis.sentinelSecret: expected a redis.url with +sentinel://" -}}
+{{- end -}}
+{{- end }}
+
+{{/* Refuses the values of a role with which Kubernetes would start no pod, or nothing would scale it. */}}
+{{- define "effuse.checkRole" -}}
+{{- $role := .role -}}
+{{- $own := .own -}}
+{{- if and $own.autoscaling.enabled $own.autoscaling.scaler -}}
+{{- if not .root.Values.metrics.enabled -}}
+{{- fail (printf "metrics.enabled: expected it, because %s.autoscaling follows a metric" $role) -}}
+{{- end -}}
+{{- $least := int $own.autoscaling.minReplicas -}}
+{{- $most := int $own.autoscaling.maxReplicas -}}
+{{- if gt $least $most -}}
+{{- fail (printf "%s.autoscaling.minReplicas: expected at most %d, which is its maxReplicas, got %d" $role $most $least) -}}
+{{- end -}}
+{{- end -}}
+{{- with $own.rollingUpdate -}}
+{{- if and (hasKey . "maxUnavailable") (hasKey . "maxSurge") -}}
+{{- if and (regexMatch "^0+%?$" (toString .maxUnavailable)) (regexMatch "^0+%?$" (toString .maxSurge)) -}}
+{{- fail (printf "%s.rollingUpdate: expected maxUnavailable or maxSurge above 0, because no pod could be replaced" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
