@@ -197,6 +197,10 @@ def _scaled(**bounds: int) -> dict[str, Any]:
     return {**_metrics(), "decode": {"autoscaling": {"enabled": True, **bounds}}}
 
 
+def _unmetered(values: Values) -> dict[str, Any]:
+    return {**_metrics(), "decode": values}
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
@@ -270,6 +274,8 @@ def _scaled(**bounds: int) -> dict[str, Any]:
             },
             "decode.rollingUpdate",
         ),
+        (_unmetered({"extraArgs": ["--no-metrics"]}), "decode.extraArgs: expected no --no-metrics"),
+        (_unmetered({"config": "a = 1\nmetrics = false"}), "decode.config: expected no metrics"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(values: Values, named: str) -> None:
@@ -287,6 +293,8 @@ def test_a_bad_value_is_refused_by_name(values: Values, named: str) -> None:
         _scaled(minReplicas=16),
         {"decode": {"autoscaling": {"minReplicas": 20}}},
         {"router": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": "10%"}}},
+        {"decode": {"extraArgs": ["--no-metrics"], "config": "metrics = false"}},
+        {**_metrics(), "decode": {"config": "metrics = true"}},
     ],
 )
 def test_a_value_that_does_no_harm_is_accepted(values: Values) -> None:

@@ -69,6 +69,14 @@
 {{- fail (printf "%s.autoscaling.minReplicas: expected at most %d, which is its maxReplicas, got %d" $role $most $least) -}}
 {{- end -}}
 {{- end -}}
+{{- if .root.Values.metrics.enabled -}}
+{{- if has "--no-metrics" ($own.extraArgs | default list) -}}
+{{- fail (printf "%s.extraArgs: expected no --no-metrics, because metrics.enabled is set" $role) -}}
+{{- end -}}
+{{- if regexMatch "(?m)^[ \\t]*metrics[ \\t]*=[ \\t]*false" ($own.config | default "") -}}
+{{- fail (printf "%s.config: expected no metrics = false, because metrics.enabled is set" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- with $own.rollingUpdate -}}
 {{- if and (hasKey . "maxUnavailable") (hasKey . "maxSurge") -}}
 {{- if and (regexMatch "^0+%?$" (toString .maxUnavailable)) (regexMatch "^0+%?$" (toString .maxSurge)) -}}
