@@ -44,7 +44,8 @@ def test_an_alert_is_about_one_fleet(query: str) -> None:
     sums = re.findall(r"\b(?:sum|min|max|avg|count|group)\b(?: ?(by|without) \(([^)]*)\))?", query)
     for kind, labels in sums:
         named = set(re.split(r",\s*", labels))
-        assert kind == "without" or {"job", "namespace", "fleet"} <= named, query
+        kept = {"namespace", "fleet"} if " unless " in query else {"job", "namespace", "fleet"}
+        assert kind == "without" or kept <= named, query
         assert kind == "by" or not {"job", "namespace", "fleet"} & named, query
 
 
@@ -181,6 +182,16 @@ def test_workers_that_do_both_count_as_workers_that_decode() -> None:
     (roles,) = re.findall(r'worker_role=~?"([^"]*)"', rule["expr"])
     assert {role for role in get_args(Role) if re.fullmatch(roles, role)} == {"decode", "both"}
     assert "sum without (worker_role)" in rule["expr"]
+
+
+def test_a_fleet_that_has_lost_every_router_is_noticed_by_its_workers() -> None:
+    """What routers serve is gone with them, and so is each alert about it."""
+    (rule,) = [one for one in alerts() if one["alert"] == "EffuseNoRouter"]
+    present, absent = (names_in([part]) for part in rule["expr"].split(" unless "))
+    of_router = {*sample_names_of_router()}
+    of_workers = {name for one in worker_metrics().families() for name in sample_names(one)}
+    assert present <= of_workers - of_router and absent <= of_router - of_workers
+    assert " unless on (namespace, fleet)" in rule["expr"]
 
 
 def test_a_request_that_its_client_ended_or_mistook_has_not_failed() -> None:
