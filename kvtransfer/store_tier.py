@@ -4,6 +4,7 @@ Each step has a time limit, because a store may fail or never answer. Then it co
 while, and no request waits for it.
 """
 
+import errno
 import logging
 import math
 from collections import OrderedDict
@@ -32,6 +33,9 @@ WRITE_S: Final = 10.0
 """Time for one to be written."""
 AGAIN_S: Final = 30.0
 """How long a store is not used after it has failed, and a slower way is not measured again."""
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_MOST_TRIES: Final = 8
+"""How often in succession units leave a full store for others; more would not help."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +76,7 @@ class Writing:
 
     key: Key
     kept: HostUnit
+    num_bytes: int  # without the header
     result: "Future[int]"
     began_s: float
     is_late: bool = False
@@ -107,6 +112,7 @@ class StoreTier:
         self._read_s = self._written_s = self._answered_s = -math.inf
         self._back_s = -math.inf  # from when on it is used again
         self._writes_back_s = -math.inf  # the same for writes: a full disk can still be read
+        self._tries = 0  # writes in succession for which there was no room
 
     def __contains__(self, key: Key) -> bool:
         return self.is_usable and key in self.store
@@ -174,7 +180,8 @@ class StoreTier:
         """Starts to write a unit, which has one more reader until `poll` returns it."""
         kept.num_readers += 1
         result = self.store.keep(key, kept.before, partial(_facts, kept), views)
-        self.writing.append(Writing(key, kept, result, self._now()))
+        num_bytes = sum(view.nbytes for view in views)
+        self.writing.append(Writing(key, kept, num_bytes, result, self._now()))
 
     def _end_writes(self) -> list[HostUnit]:
         now, over = self._now(), []
@@ -195,15 +202,24 @@ class StoreTier:
         except ConnectionError as error:
             self._fail(str(error))
         except OSError as error:
-            self._fail_writes(str(error))
+            if error.errno not in _NO_ROOM or not self._makes_room(one.num_bytes):
+                self._fail_writes(str(error))
         else:
+            self._tries = 0
             self.store.kept(one.key, one.kept.before, size)
             self._sure.add(one.key)
             self.counts.kept += size
             if one.kept.is_forgotten:
                 self.store.forget(one.key)
 
+    def _makes_room(self, num_bytes: int) -> bool:
+        """Whether older units leave a disk that is smaller than its limit, so that a next write may
+        succeed."""
+        self._tries += 1
+        return self._tries <= _MOST_TRIES and self.store.make_room(num_bytes)
+
     def _fail_writes(self, text: str) -> None:
+        self._tries = 0
         self.counts.failures += 1
         if self._now() >= self._writes_back_s:
             LOG.warning("no KV is written to %s for %g s: %s", self.store.name, AGAIN_S, text)

@@ -126,6 +126,16 @@ class UnitStore(ABC):
         while self.keeps_all and len(self) > MOST_KNOWN:  # which has its own limit
             self.lose(next(iter(self._known)))
 
+    def make_room(self, num_bytes: int) -> bool:
+        """Removes the least recently used units, which have at least so many bytes together if
+        there are enough. False if no unit is left, or if the store itself removes units."""
+        if self.keeps_all or not self._known:
+            return False
+        least = self.num_bytes - num_bytes
+        while self._known and self.num_bytes > least:
+            self.forget(next(iter(self._known)))
+        return True
+
     def forget(self, key: Key) -> None:
         """Removes a unit, if it is known."""
         if (before := self.lose(key)) is not None:
