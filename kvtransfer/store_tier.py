@@ -299,17 +299,19 @@ class StoreTier:
         again = "a unit of KV could not be read, and is computed again: %s"
         match error:
             case FileNotFoundError():  # another process has removed it
-                pass
+                self.store.lose(key)
             case PermissionError():  # of another user
                 self.counts.failures += 1
                 LOG.warning(again, error)
-            case OSError():
+                self.store.lose(key)
+            case OSError():  # perhaps of all units, and over soon
                 self._fail(str(error))
+                if error.errno == errno.EIO:  # or of this one for ever
+                    self.store.lose(key)
             case _:
                 self.counts.corrupt += 1
                 LOG.warning(again, error)
-        if not isinstance(error, ConnectionError):
-            self.store.forget(key)
+                self.store.forget(key)
 
     def is_late(self, read: Read) -> bool:
         """Whether `poll` returns its slots."""
