@@ -15,14 +15,12 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from effuse.config.checks import UNREADABLE
 from effuse.placement.records import Capacity, Load
@@ -32,6 +30,7 @@ from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import SOCKET, make_home
+from effuse.worker.engine_socket import EngineSocket
 from effuse.worker.messages import (
     Heartbeat,
     Orders,
@@ -88,7 +87,7 @@ class EngineClient:
         incarnation: str,
         process: asyncio.subprocess.Process,
         home: Path,
-        socket: "EngineSocket",
+        socket: EngineSocket,
     ) -> None:
         self.incarnation = incarnation
         self._process = process
@@ -166,61 +165,6 @@ class EngineClient:
         shutil.rmtree(self.home, ignore_errors=True)
         if not self._exited.done():
             raise EngineEnded(f"engine process {self.pid} survives SIGKILL", permanent=True)
-
-
-class AsyncSocket:
-    """A socket for one other process, in the event loop: sending never waits."""
-
-    def __init__(self, kind: int, options: Mapping[int, int]) -> None:
-        self._context = zmq.asyncio.Context()
-        self.zmq = self._context.socket(kind)
-        for option, value in options.items():
-            self.zmq.set(option, value)
-        self._monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        # Ends once the other process has disconnected, and all of its messages are received.
-        self.disconnected = asyncio.ensure_future(self._monitor.recv_multipart())
-        self._receiving: asyncio.Future[bytes] | None = None
-
-    def send(self, frame: bytes) -> None:
-        """Sends a frame, if the socket is connected."""
-        # A plain socket on the same handle would swallow the signal that a message can be received.
-        sent = cast("asyncio.Future[object]", self.zmq.send(frame, zmq.NOBLOCK))
-        with contextlib.suppress(zmq.Again):  # not connected: not yet, or no more
-            sent.result()
-
-    async def receive(
-        self, timeout_s: float, others: Iterable[asyncio.Future[Any]] = ()
-    ) -> bytes | None:
-        """The next frame; None if none comes before the time or one of `others` is over."""
-        if self._receiving is None:
-            self._receiving = asyncio.ensure_future(self.zmq.recv())
-        waited: list[asyncio.Future[Any]] = [self._receiving, *others]
-        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not self._receiving.done():
-            return None
-        received, self._receiving = self._receiving, None
-        return received.result()
-
-    def close(self) -> None:
-        """Closes it; may be called twice."""
-        if not self.zmq.closed:
-            if self._receiving is not None:
-                self._receiving.cancel()
-            self.disconnected.cancel()
-            # first, because its remaining messages would have no reader
-            self.zmq.disable_monitor()
-            self._monitor.close(0)
-            self.zmq.close(0)
-        self._context.term()
-
-
-class EngineSocket(AsyncSocket):
-    """A bound PAIR socket with an unlimited queue: the engine must never wait for its front."""
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(zmq.PAIR, dict.fromkeys((zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER), 0))
-        self.endpoint = endpoint
-        self.zmq.bind(endpoint)
 
 
 async def start(module: str, orders: Orders | RankOrders) -> asyncio.subprocess.Process:

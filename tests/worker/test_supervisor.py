@@ -29,6 +29,7 @@ from effuse.protos.errors import Unavailable
 from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig
+from effuse.worker.engine_socket import EngineSocket
 from effuse.worker.messages import (
     Abort,
     AbortDone,
@@ -41,7 +42,6 @@ from effuse.worker.messages import (
 from effuse.worker.supervisor import (
     EngineClient,
     EngineEnded,
-    EngineSocket,
     GaveUp,
     Supervisor,
     new_incarnation,
