@@ -234,22 +234,41 @@ class Supervisor:
             self.life.client.send(message)
 
     async def run(self) -> None:
-        """Runs until cancelled, then stops the engine; raises `GaveUp`."""
+        """Runs until cancelled, then stops the engine; raises `GaveUp`, and OSError if the first
+        engine cannot be started."""
         while True:
-            engine_home.sweep()  # also what a lost engine has left for its ranks
-            client = await EngineClient.spawn(self._module, self._config)
-            LOG.info("engine %s starts as process %d", client.incarnation, client.pid)
-            try:
-                await self._follow(client)
-            except EngineEnded as lost:
-                await self._lose(client, lost)
-            except asyncio.CancelledError:
-                await client.stop(0.0 if self.life is None else _STOP_GRACE_S)
-                self.life = None
-                self.ended.append(client.incarnation)
-                raise
+            if (client := await self._spawn()) is not None:
+                await self._live(client)
             await asyncio.sleep(self.backoff.pause_s)
             self.restarts += 1
+
+    async def _spawn(self) -> EngineClient | None:
+        """None if no next engine can be started now: a disk may be full for a moment."""
+        try:
+            engine_home.sweep()  # also what a lost engine has left for its ranks
+            client = await EngineClient.spawn(self._module, self._config)
+        except OSError as error:
+            if not self.restarts:
+                raise
+            LOG.error("no engine can be started: %s", error)
+            self.backoff = self.backoff.failed()
+            if self.backoff.is_over:
+                raise GaveUp(f"no engine can be started: {error}") from error
+            return None
+        LOG.info("engine %s starts as process %d", client.incarnation, client.pid)
+        return client
+
+    async def _live(self, client: EngineClient) -> None:
+        """Returns once the engine is lost."""
+        try:
+            await self._follow(client)
+        except EngineEnded as lost:
+            await self._lose(client, lost)
+        except asyncio.CancelledError:
+            await client.stop(0.0 if self.life is None else _STOP_GRACE_S)
+            self.life = None
+            self.ended.append(client.incarnation)
+            raise
 
     async def _follow(self, client: EngineClient) -> None:
         """Follows an engine from its start to its end, which raises `EngineEnded`."""
