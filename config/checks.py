@@ -55,6 +55,16 @@ def file(name: str, path: Path | None) -> None:
         raise ValueError(f"{flag_of(name)}: expected a file, got {str(path)!r}")
 
 
+def utf8(name: str, value: object) -> None:
+    """Refuses a text or path with bytes that are no UTF-8: Python has surrogates for them."""
+    if not isinstance(value, str | Path):
+        return
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{flag_of(name)}: expected UTF-8, got {str(value)!r}") from None
+
+
 def together(config: object, *names: str) -> None:
     given = [name for name in names if getattr(config, name) is not None]
     if given and len(given) < len(names):

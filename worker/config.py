@@ -6,7 +6,7 @@ Values found at run time (pages in the pool, the bound port) are in other module
 import math
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
@@ -80,6 +80,8 @@ class WorkerConfig(EngineSettings):
     ] = 3.0
 
     def __post_init__(self) -> None:
+        for one in fields(self):  # the engine gets them as JSON
+            checks.utf8(one.name, getattr(self, one.name))
         super().__post_init__()
         if self.fleet_cert is None:
             self.check_plaintext("host", self.host, "calls")

@@ -105,8 +105,9 @@ class EngineClient:
         """
         home = make_home()
         incarnation = new_incarnation()
-        socket = EngineSocket(f"ipc://{home / SOCKET}")
+        socket: EngineSocket | None = None
         try:
+            socket = EngineSocket(f"ipc://{home / SOCKET}")
             orders = Orders(
                 endpoint=socket.endpoint,
                 incarnation=incarnation,
@@ -114,8 +115,9 @@ class EngineClient:
                 config=msgspec.Raw(to_json(config)),
             )
             process = await start(module, orders)
-        except OSError:
-            socket.close()
+        except BaseException:
+            if socket is not None:
+                socket.close()
             shutil.rmtree(home, ignore_errors=True)
             raise
         return cls(incarnation, process, home, socket)

@@ -274,6 +274,19 @@ def test_the_engine_reads_what_the_front_wrote(tmp_path: Path) -> None:
     assert read_config(msgspec.Raw(to_json(config)), DecodeConfig) == config
 
 
+@pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig, BothConfig])
+@pytest.mark.parametrize("name", ["ready_file", "fleet_secret", "model", "advertise_host"])
+def test_the_engine_is_told_no_path_that_is_not_utf8(
+    tmp_path: Path, kind: type[WorkerConfig], name: str
+) -> None:
+    odd = tmp_path / "odd-\udcff"  # a byte of a file's name that is no character
+    odd.mkdir()
+    value = str(odd) if name == "advertise_host" else odd
+    told = rf"^--{name.replace('_', '-')}: expected UTF-8, got '.*odd-\\udcff'$"
+    with pytest.raises(ValueError, match=told):
+        kind(**{name: value})  # type: ignore[arg-type]
+
+
 def test_the_engine_refuses_a_config_of_another_form() -> None:
     fields = json.loads(to_json(DecodeConfig())) | {"page_size": "many"}
     with pytest.raises(msgspec.ValidationError, match="page_size"):

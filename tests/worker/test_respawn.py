@@ -1,4 +1,4 @@
-"""A front whose next engine cannot be started for a while."""
+"""A front whose next engine cannot be started for a while, and a spawn that fails halfway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eventually import eventually
 
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig
-from effuse.worker.supervisor import GaveUp, Supervisor
+from effuse.worker.supervisor import EngineClient, GaveUp, Supervisor
 from effuse.worker.watchdog import Backoff
 
 CONFIG = WorkerConfig(log_level="error")
@@ -87,3 +87,17 @@ def test_a_first_engine_that_cannot_be_started_is_an_error_at_once(room: Path) -
     room.rmdir()
     with pytest.raises(FileNotFoundError):
         asyncio.run(one.run())
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, asyncio.CancelledError])
+def test_a_spawn_that_fails_leaves_no_directory(
+    room: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    async def fail(*_: object) -> object:
+        assert os.listdir(room)  # noqa: PTH208
+        raise error
+
+    monkeypatch.setattr("effuse.worker.supervisor.start", fail)
+    with pytest.raises(error):
+        asyncio.run(EngineClient.spawn(fronts.FAKE_ENGINE, CONFIG))
+    assert not list(room.iterdir())
