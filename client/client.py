@@ -33,6 +33,7 @@ from effuse.client.retries import (
     Retries,
     Waiter,
     closed,
+    end_polls,
     is_number,
     raising,
     wait,
@@ -182,9 +183,10 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and ends the calls on it."""
-        self._is_closed.set()
         with self._changed:
+            self._is_closed.set()
             self._changed.notify_all()
+        end_polls(self._channel)
         self._channel.close()
 
     def _ask(

@@ -54,6 +54,7 @@ _MOST_ATTEMPTS = 5  # gRPC accepts no more
 _LEAST_S, _MOST_S = 1e-9, 1e9  # gRPC counts time in nanoseconds, with 64 bits
 _TARGET = re.compile(r"(?:https?://)?(?:dns:(?://[^/]*/)?)?(?P<host>\[[^\]]*\]|[^:/]+)(?::\w+)?")
 _MESSAGE_BYTES = 64 << 20
+_POLLED_S = 2.0  # the library looks every 0.2 s whether anybody still waits
 
 
 @dataclass(slots=True)
@@ -206,9 +207,10 @@ class Waiter:
 
     def wait(self, pause_s: float) -> None:
         """Returns after `pause_s`, or once a lost connection is back. Raises Cancelled."""
-        self._check()  # a closed channel has no state to wait for
         self._state, self._was_lost = None, False
-        self.channel.subscribe(self._note, try_to_connect=True)
+        with self._changed:
+            self._check()  # a closed channel has no state to wait for
+            self.channel.subscribe(self._note, try_to_connect=True)
         try:
             with self._changed:
                 self._changed.wait_for(self._is_over, pause_s)
@@ -237,6 +239,15 @@ class Waiter:
 
     def _is_over(self) -> bool:
         return self.is_cancelled or (self._was_lost and self._state is _READY)
+
+
+def end_polls(channel: grpc.Channel) -> None:
+    """Returns once no thread of the library polls the channel's state for a `Waiter`, or after
+    `_POLLED_S`: such a thread would print a traceback about a channel that is closed.
+    """
+    state, end_s = getattr(channel, "_connectivity_state", None), time.monotonic() + _POLLED_S
+    while getattr(state, "polling", False) and time.monotonic() < end_s:
+        time.sleep(0.01)
 
 
 async def wait(channel: grpc.aio.Channel, pause_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -236,6 +237,29 @@ def test_a_call_is_cancelled_if_its_client_is_closed_just_before_an_attempt(
     client = effuse.Client(f"127.0.0.1:{port}")
     with pytest.raises(Cancelled, match="is closed"):
         assert client.stream("a").answer if is_streamed else client.generate("a")
+
+
+def test_closing_a_client_while_calls_wait_fails_in_no_thread(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library polls the channel's state in a thread of its own."""
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: failed.append(told.exc_value))
+
+    def close_soon(delay_s: float) -> None:
+        client = effuse.Client(f"127.0.0.1:{port}")
+        with ThreadPoolExecutor() as threads:
+            asking = threads.submit(client.generate, "a")
+            time.sleep(delay_s)
+            client.close()
+            assert isinstance(asking.exception(30), Cancelled)
+
+    draw = random.Random(1)
+    with ThreadPoolExecutor(8) as threads:
+        for one in [threads.submit(close_soon, draw.uniform(0, 0.4)) for _ in range(80)]:
+            one.result(60)
+    time.sleep(0.5)  # a poll lasts 0.2 s
+    assert not failed
 
 
 def test_what_the_router_asks_for_is_waited(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
