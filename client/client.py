@@ -34,8 +34,8 @@ from effuse.client.retries import (
     Waiter,
     closed,
     end_polls,
-    is_number,
     raising,
+    seconds_of,
     wait,
 )
 from effuse.client.streams import AsyncMethod, AsyncStream, Stream, check_message
@@ -170,9 +170,9 @@ class Client:
         """The requests that wait or run at the router, every `interval_s` seconds, until it drains,
         for an hour at most. Raises EffuseError, and ValueError for an interval that is no number.
         """
-        if not (is_number(interval_s) and 0.05 <= interval_s <= 60):
+        if not 0.05 <= (seconds := seconds_of(interval_s)) <= 60:
             raise SettingError("interval_s", "seconds from 0.05 to 60", repr(interval_s))
-        request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=interval_s))
+        request = monitor_pb2.WatchRequestsRequest(interval=timedelta(seconds=seconds))
         shown = self._options.shown
         with raising(self._target):
             call = self._monitor.WatchRequests(request, timeout=_MOST_WATCHED_S, metadata=shown)

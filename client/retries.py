@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final, SupportsFloat, cast
@@ -114,8 +115,10 @@ class Options:
     shown: Metadata = ()  # of every call
 
     def __post_init__(self) -> None:
-        if not (is_number(self.timeout_s) and _LEAST_S <= self.timeout_s <= _MOST_S):
+        timeout_s = seconds_of(self.timeout_s)
+        if not _LEAST_S <= timeout_s <= _MOST_S:
             raise _no_time(self.timeout_s)
+        object.__setattr__(self, "timeout_s", timeout_s)
         if not (isinstance(self.max_attempts, int) and 1 <= self.max_attempts <= _MOST_ATTEMPTS):
             raise SettingError("max_attempts", f"1 to {_MOST_ATTEMPTS}", repr(self.max_attempts))
 
@@ -125,9 +128,9 @@ class Options:
         """
         if asked_s is None:
             return self.timeout_s
-        if not (is_number(asked_s) and asked_s <= _MOST_S):
+        if not (limit_s := seconds_of(asked_s)) <= _MOST_S:
             raise _no_time(asked_s)
-        return asked_s
+        return limit_s
 
     def retries(self, asked_s: float | None) -> Retries:
         """The attempts at a call with this time limit, or none. Raises ValueError."""
@@ -167,8 +170,12 @@ def is_name(target: str) -> bool:
     return False
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, SupportsFloat) and not isinstance(value, bool)
+def seconds_of(value: object) -> float:
+    """A number of any type as one that adds to a clock's; NaN for what is none."""
+    if isinstance(value, SupportsFloat) and not isinstance(value, bool | Sized):
+        with contextlib.suppress(ValueError, OverflowError):  # such as a NaN that signals
+            return float(value)
+    return math.nan
 
 
 def _no_time(found: object) -> ValueError:

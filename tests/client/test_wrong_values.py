@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import effuse
 from effuse.client.params import ids_of, make_request, make_tokenize_request
 from effuse.client.retries import Options
+from effuse.protos.errors import Cancelled
 from effuse.v1 import generation_pb2 as pb
 
 HALF = "\ud800"
@@ -80,6 +83,8 @@ def test_a_value_is_shown_in_one_line_that_ends() -> None:
         (lambda: ids_of("token_ids", 5), "token_ids"),
         (lambda: Options(timeout_s="5"), "timeout_s"),  # type: ignore[arg-type]
         (lambda: Options().deadline_s("5"), "timeout_s"),  # type: ignore[arg-type]
+        (lambda: Options().deadline_s(Decimal("sNaN")), "timeout_s"),  # type: ignore[arg-type]
+        (lambda: Options().deadline_s(np.array([5, 6])), "timeout_s"),  # type: ignore[arg-type]
         (lambda: Options(max_attempts="5"), "max_attempts"),  # type: ignore[arg-type]
         *((lambda wrong=wrong: effuse.Client(wrong), "target") for wrong in ("", None, 5)),
     ],
@@ -122,6 +127,22 @@ def test_the_argument_of_a_call_is_named(
 def test_an_interval_that_is_no_number_of_seconds(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^interval_s: expected seconds .*, got "):
         next(effuse.Client("127.0.0.1:1").watch_requests(wrong))
+
+
+@pytest.mark.parametrize("given", [Decimal("5"), Fraction(5), np.float32(5)])
+def test_seconds_of_other_types_of_numbers(given: Any) -> None:
+    options = Options(timeout_s=given)
+    found = [options.timeout_s, options.deadline_s(None), options.deadline_s(given)]
+    assert found == [5.0] * 3 and {type(one) for one in found} == {float}
+    assert options.retries(None).left_s <= 5.0 and options.retries(given).left_s <= 5.0
+
+
+@pytest.mark.parametrize("given", [Decimal("0.25"), Fraction(1, 4), np.float32(0.25)])
+def test_an_interval_of_another_type_of_number(given: Any) -> None:
+    client = effuse.Client("127.0.0.1:1")
+    client.close()
+    with pytest.raises(Cancelled):
+        next(client.watch_requests(given))
 
 
 def test_params_stay_as_they_were_checked() -> None:
