@@ -34,9 +34,11 @@ class LMCachePool(UnitStore):
         """Arguments as of `MooncakePool`."""
         super().__init__()
         self._peer = address.host, address.port
-        place = f"{address.host}:{address.port}/{address.namespace}/{content}".encode()
-        self._content = hashlib.sha256(place).hexdigest()[:32]
-        self.number = int(self._content[:13], 16)
+        names = f"{address.namespace}/{content}"
+        # Workers may know the server by different names.
+        self._content = hashlib.sha256(names.encode()).hexdigest()[:32]
+        place = f"{address.host}:{address.port}/{names}".encode()
+        self.number = int(hashlib.sha256(place).hexdigest()[:13], 16)
         self._own = threading.local()  # a connection for each thread
         self._lines: set[socket.socket] = set()
 

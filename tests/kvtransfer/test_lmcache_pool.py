@@ -47,6 +47,18 @@ def test_a_unit_comes_to_another_worker_as_it_was(server: StandIn, facts: UnitFa
     assert other.pool.find(dict.fromkeys(KEYS[:2], b"")).result(20) == 1
 
 
+def test_workers_with_other_names_of_the_server_share_units(server: StandIn) -> None:
+    one = User(server)
+    one.keep(KEYS[0], 1)
+    server.url = server.url.replace("127.0.0.1", "localhost")
+    other = User(server)
+    assert other.pool.find({KEYS[0]: b""}).result(20) == 1
+    assert other.load(KEYS[0], 2) == FACTS
+    assert other.pool.number != one.pool.number, "the names may be those of two servers"
+    server.url = server.url.replace("/tests", "/others")
+    assert User(server).pool.find({KEYS[0]: b""}).result(20) == 0
+
+
 def test_many_units_are_sought(server: StandIn) -> None:
     user = User(server)
     keys = [number.to_bytes(32, "big") for number in range(600)]
