@@ -59,6 +59,7 @@ _Result = TypeVar("_Result")
 _KEPT_UNITS: Final = 32  # in one call; prompts on their way to the pool wait for each call's end
 _ANSWER_S: Final = 10.0  # of a call, and of the process's start; tiers wait less
 _KILLED_S: Final = 5.0
+_IMPORT_S: Final = 60.0
 _PROBE: Final = "effuse/probe"
 
 
@@ -68,10 +69,14 @@ def check_package() -> None:
     if find_spec("mooncake") is None:
         raise ValueError(f"--kv-pool: {lacking('mooncake')}")
     command = (sys.executable, "-P", "-c", "import mooncake.store")
-    tried = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    broken = "--kv-pool: the package mooncake does not work here"
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{broken}: it was not imported within {_IMPORT_S:g} s") from error
     if tried.returncode:
         reason = tried.stderr.strip().rpartition("\n")[2]
-        raise ValueError(f"--kv-pool: the package mooncake does not work here: {reason}")
+        raise ValueError(f"{broken}: {reason}")
 
 
 class _Client:

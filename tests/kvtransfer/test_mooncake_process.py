@@ -311,6 +311,10 @@ def test_a_package_that_does_not_work_is_refused(
     monkeypatch.setattr(mooncake_pool, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match=r"--kv-pool: the package mooncake .* libibverbs"):
         mooncake_pool.check_package()
+    (home / "mooncake" / "store.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(mooncake_pool, "_IMPORT_S", 0.5)
+    with pytest.raises(ValueError, match=r"--kv-pool: the package mooncake .* within 0.5 s"):
+        mooncake_pool.check_package()
     monkeypatch.setattr(mooncake_pool, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--kv-pool: mooncake is needed: .*\.\[mooncake\]"):
         mooncake_pool.check_package()
