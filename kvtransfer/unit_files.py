@@ -8,6 +8,8 @@ checked by their digest where they arrive.
 
 import contextlib
 import os
+import re
+import stat
 import time
 import uuid
 from collections.abc import Sequence
@@ -17,8 +19,10 @@ from pathlib import Path
 from typing import Final
 
 from effuse.kvtransfer.stores import HEAD, Facts, UnitFacts, UnitStore, size_of_boundary, unpack
-from effuse.kvtransfer.units import Key
+from effuse.kvtransfer.units import KEY_BYTES, Key
 
+_HEX: Final = f"([0-9a-f]{{{2 * KEY_BYTES}}})"
+_NAME: Final = re.compile(rf"{_HEX}\.{_HEX}?")
 _LEFT_S: Final = 3600.0  # after which an unfinished file has no writer any more
 
 
@@ -52,14 +56,15 @@ class UnitFiles(UnitStore):
     def _scan(self) -> None:
         found = []
         for entry in os.scandir(self._directory):
-            with contextlib.suppress(OSError, ValueError):  # gone, or no file of ours
+            with contextlib.suppress(OSError):  # it is gone
                 status = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(".partial"):
                     if time.time() - status.st_mtime > _LEFT_S:
                         Path(entry.path).unlink()
                     continue
-                key, before = map(bytes.fromhex, entry.name.split("."))
-                found.append((status.st_mtime, key, before, status.st_size))
+                if (name := _NAME.fullmatch(entry.name)) and stat.S_ISREG(status.st_mode):
+                    key, before = map(bytes.fromhex, name.groups(""))
+                    found.append((status.st_mtime, key, before, status.st_size))
         for _, key, before, size in sorted(found):
             self.kept(key, before, size)
 

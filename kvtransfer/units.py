@@ -27,7 +27,7 @@ Key = bytes
 """Key of one unit: a digest of the text up to its end."""
 Ids = Sequence[int] | npt.NDArray[np.int64]
 
-_KEY_BYTES: Final = 32
+KEY_BYTES: Final = 32
 _GAIN: Final = 1 / 4
 
 
@@ -350,4 +350,4 @@ class UnitCache:
 
 def _key(before: bytes, token_ids: Ids = ()) -> Key:
     tokens = np.asarray(token_ids, dtype=np.uint32).tobytes()
-    return hashlib.blake2b(before + tokens, digest_size=_KEY_BYTES).digest()
+    return hashlib.blake2b(before + tokens, digest_size=KEY_BYTES).digest()

@@ -85,6 +85,20 @@ def test_a_later_process_finds_them_in_the_order_of_their_use(tmp_path: Path) ->
     assert read(UnitFiles(tmp_path, 400), KEYS[2])[0] == FACTS
 
 
+def test_what_others_put_there_is_no_unit_and_stays(tmp_path: Path) -> None:
+    unit = f"{KEYS[0].hex()}.{KEYS[1].hex()}"
+    for name in ("aa.bb", "aa.", unit.replace("01", "AB"), unit + "ff", unit.replace("00", " 0")):
+        (tmp_path / name).write_bytes(b"x" * 100)
+    (tmp_path / unit).mkdir()
+    os.mkfifo(tmp_path / f"{KEYS[2].hex()}.")
+    (tmp_path / f"{KEYS[3].hex()}.").symlink_to(tmp_path / "aa.bb")
+    before = sorted(tmp_path.iterdir())
+    files = UnitFiles(tmp_path, 1)
+    settle(files)
+    assert len(files) == files.num_bytes == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("at", [0, 8, 24, 40, 48, 57])
 def test_a_damaged_head_is_refused(tmp_path: Path, at: int) -> None:
     """Of magic, seal, digest, both sizes and the boundary row."""
@@ -203,6 +217,7 @@ import time
 from pathlib import Path
 from effuse.kvtransfer.unit_files import UnitFiles
 files = UnitFiles(Path({str(tmp_path)!r}), 1000)
+files.kept({KEYS[1]!r}, b"", 8)
 reads = [files.load({KEYS[1]!r}, [memoryview(bytearray(8))]) for _ in range(3)]
 while not (reads[0].running() and reads[1].running()):
     time.sleep(0.01)
