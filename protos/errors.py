@@ -110,20 +110,25 @@ class CallerError(EffuseError):
 
 
 class InvalidRequest(CallerError):
-    """One or more fields are wrong; the error names all that were found."""
+    """One or more fields are wrong; the error names them, and has the number of further ones."""
 
     def __init__(
-        self, violations: Sequence[FieldViolation], *, labels: Mapping[str, str] | None = None
+        self,
+        violations: Sequence[FieldViolation],
+        num_more: int = 0,
+        *,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
-        text = "; ".join(
-            f"{v.field}: {v.description}" if v.field else v.description for v in violations
-        )
-        super().__init__(text, labels=labels)
+        texts = [f"{v.field}: {v.description}" if v.field else v.description for v in violations]
+        if num_more:
+            texts.append(f"and {num_more} more")
+        super().__init__("; ".join(texts), labels=labels)
         self.violations: tuple[FieldViolation, ...] = tuple(violations)
+        self.num_more = num_more
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A process pool pickles an exception by its text, and cannot restore this one from it."""
-        return type(self), (self.violations,), vars(self)
+        return type(self), (self.violations, self.num_more), vars(self)
 
     @classmethod
     def of(cls, field: str, description: str) -> InvalidRequest:
@@ -278,17 +283,17 @@ def to_status(error: EffuseError) -> status_pb2.Status:
         retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.add().Pack(retry)
     if isinstance(error, InvalidRequest):
-        status.details.add().Pack(_bad_request(error.violations))
+        status.details.add().Pack(_bad_request(error))
     return status
 
 
-def _bad_request(violations: Sequence[FieldViolation]) -> error_details_pb2.BadRequest:
+def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
     """As many violations as fit, and the number of further ones."""
     bad = error_details_pb2.BadRequest()
-    for one in violations[:_MOST_VIOLATIONS]:
+    for one in error.violations[:_MOST_VIOLATIONS]:
         description = _cut(one.description, _DESCRIPTION_CHARS)
         bad.field_violations.add(field=_cut(one.field, _FIELD_CHARS), description=description)
-    if more := len(violations[_MOST_VIOLATIONS:]):
+    if more := len(error.violations[_MOST_VIOLATIONS:]) + error.num_more:
         bad.field_violations.add(description=f"and {more} more")
     return bad
 

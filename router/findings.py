@@ -5,9 +5,10 @@ Each finding names the field, the accepted form and the value that was found. Pu
 anything has a cost. Not here: faults that only the encoding of an input shows (`tokenizer.py`), the
 settings (`validation.py`)."""
 
+import heapq
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import GenericAlias, NoneType, UnionType
@@ -31,18 +32,46 @@ REQUEST_ID_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : -"
 MAX_BYTES_PER_TOKEN: Final = 16
 """No prose comes near it; text above it cannot fit the context and is refused before it costs."""
 
+MOST_FINDINGS: Final = 32
+"""Nobody reads more, and a request of a few megabytes may have a million."""
+
 NOT_ARGUMENTS: Final = frozenset({"messages", "add_generation_prompt"})
 """Variables of a template that are fields of their own."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """The findings against one request so far."""
+    """The findings against one request so far; those above MOST_FINDINGS are only counted."""
 
     violations: list[FieldViolation] = field(default_factory=list)
+    num_more: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.violations) >= MOST_FINDINGS
+
+    @property
+    def num_found(self) -> int:
+        return len(self.violations) + self.num_more
 
     def add(self, name: str, expected: str, found: object) -> None:
-        self.violations.append(FieldViolation(name, f"expected {expected}, got {found}"))
+        self.note(name, f"expected {expected}, got {found}")
+
+    def note(self, name: str, description: str) -> None:
+        if self.is_full:
+            self.num_more += 1
+        else:
+            self.violations.append(FieldViolation(name, description))
+
+    def add_each(
+        self, names: Collection[str], path: Callable[[str], str], expected: str, found: str
+    ) -> None:
+        """The same for each of `names`, of which there may be a million: those that are only
+        counted need no text."""
+        named = heapq.nsmallest(MOST_FINDINGS - len(self.violations), names)
+        for name in named:
+            self.add(path(name), expected, found)
+        self.num_more += len(names) - len(named)
 
     def misfit(self, name: str, kind: Any, value: object) -> None:
         """A value that msgspec cannot convert to `kind`, a type of Python; names the part of a list
@@ -60,13 +89,14 @@ class Findings:
     def raise_any(self) -> None:
         """Raises `InvalidRequest` with all of them, if there are any."""
         if self.violations:
-            raise InvalidRequest(self.violations)
+            raise InvalidRequest(self.violations, self.num_more)
 
     def settings(self, given: Mapping[str, object], path: Callable[[str], str]) -> bool:
         """Adds the settings that every router refuses, each with its `path`; whether there are
         any."""
         found = misfits(given)
-        self.violations += [FieldViolation(path(name), why) for name, why in found.items()]
+        for name, why in found.items():
+            self.note(path(name), why)
         return bool(found)
 
     def params(self, settings: dict[str, Any], path: Callable[[str], str] = str) -> Params:
@@ -108,7 +138,7 @@ def naming(path_of: Callable[[str], str]) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         named = [replace(one, field=path_of(one.field)) for one in error.violations]
-        raise InvalidRequest(named, labels=error.labels) from error
+        raise InvalidRequest(named, error.num_more, labels=error.labels) from error
 
 
 def check_request_id(request_id: str, findings: Findings) -> None:
@@ -253,18 +283,18 @@ def _check_chat(sent: pb.ChatInput, model: ModelInfo, findings: Findings) -> Cha
     if not 1 <= num_messages <= model.max_model_len:
         findings.add(name, f"from 1 to {model.max_model_len} messages", num_messages)
         return None
-    num_before = len(findings.violations)
+    num_before = findings.num_found
     num_bytes = sum(len(one.content.encode()) + len(one.json.encode()) for one in sent.messages)
     _check_bytes(name, num_bytes, model, findings)
     for field_name in ("template_arguments", "template_arguments_json"):
         num_bytes = _size_of(getattr(sent, field_name))
         _check_bytes(f"chat.{field_name}", num_bytes, model, findings)
-    if len(findings.violations) > num_before:
+    if findings.num_found > num_before:
         return None  # longer input is not parsed
     try:
         chat = Chat.from_input(sent)
     except SettingError as error:
-        findings.violations.append(FieldViolation(f"chat.{error.name}", error.description))
+        findings.note(f"chat.{error.name}", error.description)
         return None
     _check_messages(chat, findings)
     for argument in sorted(NOT_ARGUMENTS & chat.template_arguments.keys()):

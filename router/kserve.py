@@ -49,6 +49,9 @@ def request_of(asked: kserve.ModelInferRequest) -> pb.GenerateRequest:
     prompt = _prompt_of(asked, findings)
     settings = _settings_of(asked.parameters, findings)
     for at, output in enumerate(asked.outputs):
+        if findings.is_full:
+            findings.num_more += len(asked.outputs) - at  # none of which is looked at
+            break
         if output.name not in (TEXT, REASON):
             findings.add(f"outputs[{at}].name", f"{TEXT} or {REASON}", shown(output.name))
         _check_plain(f"outputs[{at}]", output.parameters, findings)
@@ -196,12 +199,9 @@ def _settings_of(
     parameters: Mapping[str, kserve.InferParameter], findings: Findings
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    for name in sorted(parameters.keys() - {_ASKS_FOR_FINAL}):
+    for name in sorted(parameters.keys() & _SETTINGS.keys()):
         choice = parameters[name].WhichOneof("parameter_choice")
         where = _parameter(name)
-        if name not in _SETTINGS:
-            findings.add(where, f"one of {', '.join(_SETTINGS)}", "another name")
-            continue
         if choice is None:
             findings.add(where, "a value", "none")
             continue
@@ -213,6 +213,8 @@ def _settings_of(
             settings[name] = msgspec.convert(value, kind, strict=not is_text)
         except msgspec.ValidationError:
             findings.misfit(where, _SETTINGS[name], value)
+    unknown = parameters.keys() - _SETTINGS.keys() - {_ASKS_FOR_FINAL}
+    findings.add_each(unknown, _parameter, f"one of {', '.join(_SETTINGS)}", "another name")
     return settings
 
 

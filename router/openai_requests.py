@@ -20,7 +20,7 @@ import msgspec
 from effuse.client.chat import Chat
 from effuse.client.params import Params, Prompt, make_request
 from effuse.config.decoding import SettingError
-from effuse.protos.errors import FieldViolation, InvalidRequest
+from effuse.protos.errors import InvalidRequest
 from effuse.router.findings import SEEDS, Findings, kind_of, naming, shown
 from effuse.v1 import generation_pb2 as pb
 
@@ -238,7 +238,7 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
     try:
         chat = Chat.of(given.get("messages", ()))
     except SettingError as error:
-        findings.violations.append(FieldViolation(error.name, error.description))
+        findings.note(error.name, error.description)
         return []
     return [
         Chat(

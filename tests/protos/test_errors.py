@@ -78,7 +78,7 @@ def test_it_comes_back_from_a_pool_of_processes(kind: type[EffuseError]) -> None
 
 def test_what_is_wrong_with_a_request_comes_back_from_a_pool_of_processes() -> None:
     wrong = [FieldViolation("a", "no"), FieldViolation("", "neither")]
-    sent = InvalidRequest(wrong, labels={"x": "y"})
+    sent = InvalidRequest(wrong, 7, labels={"x": "y"})
     back = copy.copy(sent)
     assert type(back) is InvalidRequest and vars(back) == vars(sent) and str(back) == str(sent)
 
@@ -125,6 +125,8 @@ def test_what_does_not_fit_is_said_to_be_there() -> None:
     assert isinstance(back, InvalidRequest)
     assert [one.field for one in back.violations] == [*(f"stop[{at}]" for at in range(8)), ""]
     assert back.message.endswith("stop[7]: is empty; and 3 more")
+    counted = over_the_wire(InvalidRequest(violations, 5))
+    assert counted.message.endswith("stop[7]: is empty; and 8 more")
 
 
 @pytest.mark.parametrize(

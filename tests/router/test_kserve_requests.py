@@ -9,7 +9,7 @@ import pytest
 
 from effuse.client.params import Params, make_request
 from effuse.compat import kserve_pb2 as kserve
-from effuse.protos.errors import InvalidRequest, NotFound
+from effuse.protos.errors import InvalidRequest, NotFound, to_status
 from effuse.router.kserve import answer_of, piece_of, request_of
 from effuse.v1 import generation_pb2 as pb
 
@@ -142,6 +142,22 @@ def test_every_violation_is_named_at_once() -> None:
         request_of(asked(parameters=parameters))
     named = {one.field for one in caught.value.violations}
     assert named == {"parameters['window']", "parameters['seed']"}
+
+
+def test_a_message_full_of_faults_gets_a_short_refusal() -> None:
+    """Texts for each of them would fill the memory, and keep the event loop from other calls."""
+    tensor = kserve.ModelInferRequest.InferRequestedOutputTensor
+    number = 100_000
+    unknown = {f"{at:x}": param(bool_param=True) for at in range(number)}
+    wrong = {"top_k": param(bool_param=True)}
+    for fields in ({"parameters": unknown | wrong}, {"outputs": [tensor(name="x")] * number}):
+        with pytest.raises(InvalidRequest) as caught:
+            request_of(asked(**fields))
+        error = caught.value
+        assert len(error.violations) <= 33 and len(error.message) < 64_000
+        num_told = len(error.violations) - ("parameters" in fields)
+        assert error.message.endswith(f"; and {number - num_told} more")
+        assert to_status(error).message
 
 
 def test_there_is_one_version() -> None:
