@@ -12,7 +12,7 @@ from typing import Final
 import grpc
 
 from effuse.client.answer import FINISH_REASONS
-from effuse.protos.errors import CallerError, EffuseError, InvalidRequest
+from effuse.protos.errors import MAX_MESSAGE_CHARS, CallerError, EffuseError, InvalidRequest
 from effuse.router.openai_requests import Json, Wanted
 from effuse.router.tokenizer import Detokenizer, Tokenizer
 from effuse.v1 import generation_pb2 as pb
@@ -202,12 +202,16 @@ def status_of(error: EffuseError) -> HTTPStatus:
 
 
 def error_body(error: EffuseError) -> Json:
-    """An error in OpenAI's form, with the body's field at fault as `param`."""
+    """An error in OpenAI's form, with the body's field at fault as `param`. Its message is as long
+    as over gRPC."""
     param = error.labels.get("field") if isinstance(error, CallerError) else None
     if isinstance(error, InvalidRequest):
         param = next((one.field for one in error.violations if one.field), None)
     kind = _STATUSES.get(error.code, _INTERNAL)[1]
-    return error_object(error.message, kind, param, error.reason.lower())
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[: MAX_MESSAGE_CHARS - 4]} ..."
+    return error_object(message, kind, param, error.reason.lower())
 
 
 def error_object(

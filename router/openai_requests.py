@@ -200,7 +200,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
     """The fields that are set, each of its own type; a null is a field that is not set."""
-    fields, given = _FIELDS[endpoint], {}
+    fields, given, unknown = _FIELDS[endpoint], {}, list[str]()
     for name, value in body.items():
         if value is None or name in _NOTES:
             continue
@@ -209,22 +209,23 @@ def _checked(body: Json, endpoint: Endpoint, findings: Findings) -> Json:
                 allowed = json.dumps(_NEUTRAL[name][0])
                 findings.add(name, f"{allowed} or nothing", shown(json.dumps(value)))
         elif name not in fields:
-            path = shown(name)[1:-1] or "''"
-            findings.add(path, "a field that this endpoint has", "an unknown one")
+            unknown.append(name)
         else:
             try:
                 given[name] = msgspec.convert(value, fields[name])
             except (msgspec.ValidationError, UnicodeEncodeError):  # half of a surrogate pair
                 findings.misfit(name, fields[name], value)
+    form = "a field that this endpoint has"
+    findings.add_each(unknown, lambda name: shown(name)[1:-1] or "''", form, "an unknown one")
     return given
 
 
 def _stream_options(given: Json, findings: Findings) -> dict[str, bool]:
     sent: dict[str, bool | None] = given.get("stream_options", {})
     options = {name: value for name, value in sent.items() if value is not None}
-    for name in options.keys() - _STREAM_OPTIONS:
+    if strange := options.keys() - _STREAM_OPTIONS:
         form = f"one of {', '.join(sorted(_STREAM_OPTIONS))}"
-        findings.add("stream_options", form, shown(name))
+        findings.add("stream_options", form, shown(min(strange)))
     if options and not given.get("stream"):
         findings.add("stream_options", "no value without stream", "a value")
     return options

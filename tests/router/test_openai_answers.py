@@ -6,7 +6,8 @@ import pytest
 from router.fake_model import PAD, byte_tokenizer, ids_of
 from router.test_detokenizer import byte_fallback_tokenizer
 
-from effuse.router.openai_answers import Rendering
+from effuse.protos.errors import InvalidRequest
+from effuse.router.openai_answers import Rendering, error_body
 from effuse.router.openai_requests import Endpoint, Json, request_of
 from effuse.router.tokenizer import Tokenizer
 from effuse.v1 import generation_pb2 as pb
@@ -101,3 +102,11 @@ def test_usage_counts_the_tokens_up_to_each_chunk_if_each_has_it() -> None:
     assert [one["prompt_tokens"] for one in usages] == [7] * 5
     assert [one["completion_tokens"] for one in usages] == [2, 3, 4, 4, 4]
     assert [one["total_tokens"] for one in usages] == [9, 10, 11, 11, 11]
+
+
+def test_the_message_of_an_error_is_cut() -> None:
+    for length in (5, 1000, 1001, 100_000):
+        error = InvalidRequest.of("", "\N{EURO SIGN}" * length)
+        told = error_body(error)["error"]["message"]
+        assert len(told) <= 1000 and told.endswith(" ...") == (length > 1000)
+        assert (told == error.message) == (length <= 1000)

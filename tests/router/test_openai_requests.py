@@ -111,6 +111,19 @@ def test_the_first_of_several_misfits_is_named(at: int) -> None:
             request_of(TEXT | {"logit_bias": biases}, "completion")
 
 
+def test_no_more_than_some_unknown_names_are_told() -> None:
+    many = {f"{at:x}": True for at in range(100_000)}
+    with pytest.raises(InvalidRequest) as refused:
+        request_of(TEXT | many | {"n": "2"}, "completion")
+    assert len(refused.value.violations) <= 33
+    assert any(one.field == "n" for one in refused.value.violations)
+    assert refused.value.message.endswith("and 99969 more")
+    with pytest.raises(InvalidRequest) as refused:
+        request_of(TEXT | {"stream": True, "stream_options": many}, "completion")
+    (one,) = refused.value.violations
+    assert one.field == "stream_options" and one.description.endswith("got '0'")
+
+
 def test_a_null_among_stream_options_is_not_set() -> None:
     for options in ({"include_usage": None}, {"include_usage": None, "include_obfuscation": True}):
         sent = TEXT | {"stream": True, "stream_options": options}
