@@ -22,6 +22,8 @@ from effuse.router.chat_template import escapes_of, named_tokens, text_of
 
 PRIVATE: Final = range(0xF0000, 0x110000)
 """Characters without a meaning, for stand-ins: Unicode's planes for private use."""
+_ESCAPE: Final = re.compile(r"\\U00(?:0f|10)[0-9a-f]{4}|\\udb[89a-f][0-9a-f]\\ud[c-f][0-9a-f]{2}")
+"""Each escape of one of them; a match hides no other, as none begins within one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +86,12 @@ class SpecialTokens:
         """Stand-ins that none of `strings` holds: a client's, and the template's own text. Raises
         ValueError if they hold all characters that could be one."""
         used = set().union(*strings)
+        spelled = {escape for text in strings for escape in _ESCAPE.findall(text)}
         firsts = sorted({text[0] for text in self._by_text})
         free = (
             mark
             for mark in map(chr, PRIVATE)
-            if mark not in used
-            and not any(escape in text for escape in escapes_of(mark) for text in strings)
+            if mark not in used and spelled.isdisjoint(escapes_of(mark))
         )
         marks = list(itertools.islice(free, len(firsts) + 1))
         if len(marks) <= len(firsts):

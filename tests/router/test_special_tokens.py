@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
+from effuse.router.chat_template import escapes_of
 from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, strings_of
 
 END, START, ROLE = "<|im_end|>", "<|im_start|>", "<role>"
@@ -91,3 +93,32 @@ def test_stand_ins_are_characters_that_nobody_used() -> None:
     assert disguise.mark not in text
     with pytest.raises(ValueError, match="private characters"):
         TOKENS.disguise(["".join(map(chr, PRIVATE))])
+
+
+def test_stand_ins_are_characters_whose_escapes_nobody_spelled() -> None:
+    """A template that prints a list or JSON of only ASCII writes a stand-in as its escape."""
+    for kind in range(2):
+        escapes = [escapes_of(chr(one))[kind] for one in PRIVATE]
+        for spelled in (escapes[:1000], escapes[1:5] + escapes[:1] * 9, ["\\" + escapes[0], ROLE]):
+            text = "".join(spelled) + ROLE
+            disguise = TOKENS.disguise(["a", text])
+            assert not [
+                one
+                for mark in disguise.stand_ins.values()
+                for one in escapes_of(mark)
+                if one in text
+            ]
+            assert disguise.show(disguise.hide(text)) == text
+        with pytest.raises(ValueError, match="private characters"):
+            TOKENS.disguise(["".join(escapes)])
+        capitals = [one.upper() for one in escapes]  # which no template writes
+        assert min(TOKENS.disguise(capitals).stand_ins.values()) == chr(PRIVATE[0])
+
+
+def test_a_client_that_spells_many_escapes_keeps_no_thread() -> None:
+    """By the thread's own time: a search of every string for each of them would take minutes."""
+    escapes = "".join(escapes_of(chr(one))[0] for one in PRIVATE[:50_000])
+    begin = time.thread_time()
+    disguise = TOKENS.disguise(["a"] * 4000 + [escapes])
+    assert time.thread_time() - begin < 1
+    assert min(disguise.stand_ins.values()) == chr(PRIVATE[50_000])
