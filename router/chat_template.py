@@ -7,11 +7,13 @@ words of a client that may become special tokens, and encoding (`tokenizer.py`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from os.path import commonprefix
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
@@ -111,16 +113,29 @@ class ChatTemplate:
             text = self._generate(template, values, most_bytes)
         except ChatTemplateError:
             return self._generate(template, joined, most_bytes)
-        if not _shows_parts(text, messages):
-            with contextlib.suppress(ChatTemplateError):
-                other = self._generate(template, joined, most_bytes)
-                return other if _shows_parts(other, messages) else text
-        return text
+        if self._shows_parts(text, messages):
+            return text
+        try:
+            other = self._generate(template, joined, most_bytes)
+        except ChatTemplateError:
+            return text
+        return other if self._shows_parts(other, messages) else text
 
     def _generate(self, template: Template, values: Mapping[str, Any], most_bytes: int) -> str:
+        with self._bounded():
+            return _joined(template.generate(values), most_bytes)
+
+    def _shows_parts(self, text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+        with self._bounded() as check:
+            return _shows_parts(text, messages, check)
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[Callable[[], None]]:
+        """Raises ChatTemplateError for any exception, and for more than the time limit: within the
+        template's code, and at calls of what it returns."""
         try:
-            with _limited(self._limit_s):
-                return _joined(template.generate(values), most_bytes)
+            with _limited(self._limit_s) as check:
+                yield check
         except Exception as error:  # whatever an expression of the template may raise
             why = str(error) or type(error).__name__
             raise ChatTemplateError(why) from error
@@ -172,22 +187,26 @@ def _to_json(
 
 
 @contextlib.contextmanager
-def _limited(limit_s: float) -> Iterator[None]:
+def _limited(limit_s: float) -> Iterator[Callable[[], None]]:
     """Raises TimeoutError from within a template's code, at the next of its lines, once this thread
-    has computed for so long. Threads cannot be ended, and loops of loops may run for years."""
+    has computed for so long. Threads cannot be ended, and loops of loops may run for years. Other
+    code calls what it returns."""
     end = time.thread_time() + limit_s
+
+    def check() -> None:
+        if time.thread_time() > end:
+            raise TimeoutError(f"rendering took more than {limit_s:g} s of computing")
 
     def trace(frame: FrameType, event: str, argument: object) -> _Trace:
         if frame.f_code.co_filename != _TRACED:
             return None
-        if time.thread_time() > end:
-            raise TimeoutError(f"rendering took more than {limit_s:g} s of computing")
+        check()
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield
+        yield check
     finally:
         sys.settrace(before)
 
@@ -220,14 +239,31 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "".join(part["text"] for part in content)}
 
 
-def _shows_parts(text: str, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the text of each part is in `text`, and no list of parts as Python writes it."""
+def _shows_parts(
+    text: str, messages: Sequence[Mapping[str, Any]], check: Callable[[], None]
+) -> bool:
+    """Whether the text of each part is in `text`, and no list of parts as Python writes it. Most
+    templates keep the order of parts, and most texts have nothing that all lists begin with, so
+    that one pass is enough. Otherwise it searches all of `text` again and again, and calls `check`.
+    """
     listed = [one["content"] for one in messages if isinstance(one.get("content"), list)]
-    return all(
-        str(parts) not in text and all(part["text"].strip() in text for part in parts)
-        for parts in listed
-        if parts
-    )
+    written = [str(parts) for parts in listed if parts]
+    if commonprefix([one[:100] for one in written]) in text:  # noqa: RUF071  # not of paths
+        for one in written:
+            check()
+            if one in text:
+                return False
+    end = 0
+    for part in itertools.chain.from_iterable(listed):
+        words = part["text"].strip()
+        at = text.find(words, end)
+        if at >= 0:
+            end = at + len(words)
+        elif words not in text:
+            return False
+        else:
+            check()
+    return True
 
 
 def _open_last(message: dict[str, Any], tail: str) -> str:

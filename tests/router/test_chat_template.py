@@ -191,3 +191,49 @@ def test_parts_that_a_template_changes_stay_parts() -> None:
     assert (
         ChatTemplate({"default": source}, {}).render(asked, mark="\u00a7", most_bytes=99) == "TWO"
     )
+
+
+AS_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+
+
+def in_parts(*messages: list[str]) -> Chat:
+    parts = ([{"type": "text", "text": text} for text in texts] for texts in messages)
+    return Chat.of([{"role": "user", "content": one} for one in parts])
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (AS_PARTS, (["a", "b "], [" a", "", "ba"]), "ab  aba"),
+        (AS_PARTS, ([], ["a"]), "a"),
+        (AS_PARTS.replace("messages", "messages | reverse"), (["a"], ["b"], ["c"]), "cba"),
+        (AS_PARTS.replace("p.text", "p.text[1:]"), (["aa", "ba"], ["ab"]), "aab"),
+        (AS_PARTS.replace("p.text", "p.text | upper"), (["a"], ["b"]), "AB"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", (["a"], ["b", "c"]), "abc"),
+        (AS_PARTS, (["[{'type': 'text', 'text': '"], ["a"]), "[{'type': 'text', 'text': 'a"),
+    ],
+)
+def test_what_is_shown_of_parts(source: str, messages: tuple[list[str], ...], text: str) -> None:
+    template = ChatTemplate({"default": source}, {})
+    assert template.render(in_parts(*messages), mark="\u00a7", most_bytes=999) == text
+
+
+def test_many_parts_are_looked_for_from_one_to_the_next() -> None:
+    """By the thread's own time: to look for each in the whole text takes much more."""
+    number = 60_000
+    template = ChatTemplate({"default": AS_PARTS}, {}, limit_s=2)
+    one = [f"{at:08d}" for at in range(number)]
+    for chat in (in_parts(one), in_parts(*([text] for text in one))):
+        begin = time.thread_time()
+        assert template.render(chat, mark="\u00a7", most_bytes=8 * number) == "".join(one)
+        assert time.thread_time() - begin < 4
+
+
+def test_looking_for_parts_has_the_time_of_rendering() -> None:
+    """A client may choose a text in which each search takes long."""
+    texts = [f"{at:08d}" for at in range(60_000)]
+    source = "{{ joined }}"
+    asked = replace(in_parts(texts), template_arguments={"joined": "".join(reversed(texts))})
+    template = ChatTemplate({"default": source}, {}, limit_s=0.2)
+    with pytest.raises(ChatTemplateError, match=r"rendering took more than 0\.2 s"):
+        template.render(asked, mark="\u00a7", most_bytes=1 << 20)
