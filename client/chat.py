@@ -240,7 +240,10 @@ def _is_listed(value: object) -> TypeGuard[Sequence[Any]]:
 
 def _shown(value: object) -> str:
     """A value for an error: in ASCII, shortened."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        text = "lists and objects on too many levels"
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 

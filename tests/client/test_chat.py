@@ -68,6 +68,17 @@ def test_a_message_that_is_wrong_names_its_field(more: dict[str, Any], words: st
         effuse.Chat.of([{"role": "assistant", "content": "hi", **more}])
 
 
+@pytest.mark.parametrize("field", ["role", "content"])
+def test_a_value_on_many_levels_is_named_as_any_other(field: str) -> None:
+    """Python itself cannot write it. JSON in a body may have almost as many levels."""
+    value: object = 1
+    for level in range(1, 1200):
+        value = {"a": value} if level % 2 else [value]
+        if level > 800 and level % 2:
+            with pytest.raises(ValueError, match=rf"^messages\[0\].{field}: expected .*, got "):
+                effuse.Chat.of([{"role": "user", "content": "hi", field: value}])
+
+
 @pytest.mark.parametrize(
     ("chat", "begins"),
     [

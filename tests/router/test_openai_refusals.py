@@ -78,6 +78,20 @@ def test_a_body_full_of_faults_gets_a_short_response(path: str) -> None:
     run(body)
 
 
+@pytest.mark.parametrize("field", ["role", "content"])
+def test_a_value_on_many_levels_is_refused_as_any_other(field: str) -> None:
+    async def body(fleet: FakeFleet) -> None:
+        for levels in range(900, 995):
+            deep = '{"a":' * levels + "1" + "}" * levels
+            sent = {"role": '"user"', "content": '"a"', field: deep}
+            message = ",".join(f'"{name}":{value}' for name, value in sent.items())
+            data = f'{{"messages":[{{{message}}}]}}'.encode()
+            status, _, told = await post(fleet, "/v1/chat/completions", data)
+            assert (status, told["error"]["type"]) == (400, "invalid_request_error"), levels
+
+    run(body)
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "param"),
     [
