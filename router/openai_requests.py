@@ -257,8 +257,10 @@ def _prompts(given: Json, findings: Findings) -> list[Prompt]:
         findings.add("prompt", "a string, token ids, or a list of either", "none")
     if prompt is None:
         return []
+    if isinstance(prompt, str):
+        return [prompt]
     kinds = {type(one) for one in prompt}
-    if isinstance(prompt, str) or kinds == {int}:
+    if kinds == {int}:
         return [prompt]
     if len(kinds) > 1:
         findings.add("prompt", "only texts, or only token ids", "both")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from effuse.protos.errors import InvalidRequest
-from effuse.router.openai_requests import _FIELDS, _NEUTRAL, Endpoint, parse_body, request_of
+from effuse.router.findings import Findings
+from effuse.router.openai_requests import (
+    _FIELDS,
+    _NEUTRAL,
+    Endpoint,
+    _prompts,
+    parse_body,
+    request_of,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"prompt": "hi"}
@@ -109,6 +118,17 @@ def test_the_first_of_several_misfits_is_named(at: int) -> None:
         biases = {f"{key}": 1 if part == "x" else "x" for key, part in enumerate(parts)}
         with pytest.raises(InvalidRequest, match=rf"logit_bias\['{at}'\]: expected a number"):
             request_of(TEXT | {"logit_bias": biases}, "completion")
+
+
+def test_a_text_is_not_looked_at_by_its_characters() -> None:
+    class Text(str):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[str]:
+            raise AssertionError("a prompt may have millions of them")
+
+    prompt = Text("how many?")
+    assert _prompts({"prompt": prompt}, Findings()) == [prompt]
 
 
 def test_no_more_than_some_unknown_names_are_told() -> None:
