@@ -23,7 +23,7 @@ from effuse.router.chat_template import escapes_of, named_tokens, text_of
 PRIVATE: Final = range(0xF0000, 0x110000)
 """Characters without a meaning, for stand-ins: Unicode's planes for private use."""
 _ESCAPE: Final = re.compile(r"\\U00(?:0f|10)[0-9a-f]{4}|\\udb[89a-f][0-9a-f]\\ud[c-f][0-9a-f]{2}")
-"""Each escape of one of them; a match hides no other, as none begins within one."""
+"""Each escape of one of them; a match hides no other, because none begins within one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
