@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Final
+from zlib import crc32
 
 from msgspec.structs import astuple, replace
 
@@ -32,6 +33,7 @@ from effuse.router.planner import Workload
 from effuse.router.policy import Candidate, Condition, Prospect, what_is_missing
 from effuse.router.request import Request
 from effuse.router.steering import Steering
+from effuse.router.turns import Turns
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ class Catalogue:
 
 def fair_share(seats: int, contenders: int, rank: int) -> int:
     """The seats for the contender of this rank, from 0, if all want more: together they have them
-    all. At least 1, so that none starves."""
+    all. At least 1: of fewer seats each may have one, in turn (`turns.py`)."""
     return max(1, seats // contenders + (rank < seats % contenders))
 
 
@@ -121,9 +123,10 @@ class OtherRouters:
         self._store = store
         self._id = router_id
         self._others: dict[str, RouterRecord] = {}
-        # Those that have requests of a model, and whether any of these wait; by model.
-        self._contenders: dict[str, tuple[list[str], bool]] = {}
+        # Those that have requests of a model, and those of them with some that wait; by model.
+        self._contenders: dict[str, tuple[list[str], list[str]]] = {}
         self._taken: Counter[tuple[str, str]] = Counter()  # others' seats, by a worker's life
+        self._turns = Turns(router_id)
         self._is_current = True
         self._faults: set[str] = set()  # of records that could not be read, already logged
 
@@ -151,8 +154,9 @@ class OtherRouters:
         record = self._others.get(router_id)
         return "" if record is None else record.address
 
-    async def exchange(self, own: RouterRecord) -> None:
-        """Writes our record, and reads the others'; without Redis the latest ones stay."""
+    async def exchange(self, own: RouterRecord, workers: Sequence[WorkerRecord] = ()) -> None:
+        """Writes our record, and reads the others'; without Redis the latest ones stay. `workers`:
+        those whose seats they share."""
         try:
             values = await self._store.announce_router(own, LEASE_S)
         except StoreUnavailable as error:
@@ -178,6 +182,7 @@ class OtherRouters:
         self._taken.clear()
         for load in (load for other in others.values() for load in other.loads):
             self._taken[load.worker_id, load.incarnation] += load.requests
+        self._turns.note(own, others, workers)
 
     async def release(self) -> None:
         """Ends this router's lease: other routers may take over its requests at once."""
@@ -190,30 +195,40 @@ class OtherRouters:
         """The number of requests that we may have on a decode worker.
 
         Those that others leave free, and no more than our share while one of them has requests that
-        wait for the worker's model. If their records cannot be read it is our share, whatever they
+        wait for the worker's model. If there are fewer seats than routers with requests of it, it
+        is none until our turn comes. If their records cannot be read it is our share, whatever they
         had last."""
         seats = worker.capacity.max_num_seqs
         if not self._is_current:
-            return self._share(seats, self._others)
+            return self._share(worker, self._others)
         if not self._others:
             return seats
         free = max(0, seats - self._taken.get(worker.life, 0))
-        contenders, any_waits = self._contenders_for(worker.model.name)
-        return min(free, self._share(seats, contenders)) if any_waits else free
+        contenders, waiting = self._contenders_for(worker.model.name)
+        if not waiting:
+            return free
+        if seats <= len(contenders) and not self._turns.is_ours(worker, waiting):
+            return 0
+        return min(free, self._share(worker, contenders))
 
-    def _share(self, seats: int, others: Collection[str]) -> int:
-        return fair_share(seats, len(others) + 1, sum(other < self._id for other in others))
+    def _share(self, worker: WorkerRecord, others: Collection[str]) -> int:
+        """Ranks turn with the worker, so that what is left over goes to a router here and to
+        another one there."""
+        contenders, turn = len(others) + 1, crc32(worker.worker_id.encode())
+        rank = (sum(other < self._id for other in others) + turn) % contenders
+        return fair_share(worker.capacity.max_num_seqs, contenders, rank)
 
-    def _contenders_for(self, model: str) -> tuple[list[str], bool]:
+    def _contenders_for(self, model: str) -> tuple[list[str], list[str]]:
         """Found once for each exchange: every choice asks for the seats of every worker."""
         found = self._contenders.get(model)
         if found is None:
-            waiting = {
+            counts = {
                 router_id: other.waiting_by_model[model]
                 for router_id, other in self._others.items()
                 if model in other.waiting_by_model
             }
-            found = self._contenders[model] = list(waiting), any(waiting.values())
+            waiting = [router_id for router_id, count in counts.items() if count]
+            found = self._contenders[model] = list(counts), waiting
         return found
 
 
@@ -261,7 +276,7 @@ class Seats:
             steers=self._steering.steered(),
         )  # fmt: skip
         had_others = self.others.num_alive
-        await self.others.exchange(own)
+        await self.others.exchange(own, self._fleet.records())
         if (had_others or self.others.num_alive) and self.count(self._fleet.candidates()):
             self._fleet.announce_change()
 

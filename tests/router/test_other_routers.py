@@ -24,7 +24,7 @@ def test_shares_are_fair_and_together_are_all(seats: int, contenders: int) -> No
     assert max(shares) - min(shares) <= 1
 
 
-def test_with_more_routers_than_seats_each_still_has_one() -> None:
+def test_with_more_routers_than_seats_each_may_have_one_in_turn() -> None:
     assert [fair_share(2, 3, rank) for rank in range(3)] == [1, 1, 1]
 
 
@@ -146,7 +146,7 @@ def test_without_redis_those_that_had_nothing_to_do_have_their_share_too() -> No
         everybody[0].store.is_down = True
         for peer in everybody:
             await peer.exchange()
-        assert [peer.routers.seats(peer.worker) for peer in everybody] == [3, 3, 2]
+        assert sorted(peer.routers.seats(peer.worker) for peer in everybody) == [2, 3, 3]
 
     asyncio.run(go())
 
