@@ -192,9 +192,9 @@ class Serving:
             chat=asked.chat if asked.HasField("chat") else None,
             parse_special_tokens=asked.parse_special_tokens,
         )
-        resolved = self.resolve(message, is_stream=False)
-        async with self.router.tokenizer.turns:
-            return await encode_prompt(resolved, self.router.tokenizer), resolved.model
+        resolved, tokenizer = self.resolve(message, is_stream=False), self.router.tokenizer
+        ids = await tokenizer.turns.run(lambda: encode_prompt(resolved, tokenizer))
+        return ids, resolved.model
 
     async def answer(self, read: Read, context: CallContext) -> pb.GenerateResponse:
         """The whole answer, or all answers, to the message that `read` returns; raises

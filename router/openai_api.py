@@ -232,6 +232,9 @@ class OpenAiApi:
 
     async def _tokenize(self, call: HttpCall) -> None:
         body = await call.body(self._most_bytes)
+        await _unless_gone(call, self._answer_ids(call, body))
+
+    async def _answer_ids(self, call: HttpCall, body: Json) -> None:
         endpoint: Endpoint = "chat" if "messages" in body else "completion"
         wanted = request_of(body, endpoint)
         (asked, *more) = wanted.requests

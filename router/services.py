@@ -148,8 +148,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             findings.token_ids("token_ids", request.token_ids, model.vocab_size, {})
         findings.raise_any()
         tokenizer = self._serving.router.tokenizer
-        async with tokenizer.turns:
-            text = await tokenizer.text_of(request.token_ids)
+        text = await tokenizer.turns.run(lambda: tokenizer.text_of(request.token_ids))
         return model_pb2.DetokenizeResponse(text=text)
 
     def _describe(self, model: ModelInfo) -> model_pb2.Model:

@@ -25,6 +25,7 @@ import tokenizers
 from effuse.client.chat import Chat
 from effuse.config.extras import pointer_problem
 from effuse.router.chat_template import ChatTemplate, ChatTemplateError, read_config
+from effuse.router.few_at_once import FewAtOnce
 from effuse.router.special_tokens import PRIVATE, SpecialToken, SpecialTokens, complete, strings_of
 
 LOG: Final = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Tokenizer:
         self.chat_template_origin = None if chat_template is None else chat_template.origin
         """The file that the chat template was read from."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
-        self.turns = asyncio.Semaphore(max(1, threads - 1))
+        self.turns = FewAtOnce(max(1, threads - 1))
         """For calls that want no answer: they leave a thread to requests, which hold seats."""
         # A mask is structure even if its file does not flag it: text that spells it stays text.
         added = backend.get_added_tokens_decoder().values()
