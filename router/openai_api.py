@@ -35,7 +35,8 @@ from effuse.router.client import (
 from effuse.router.findings import shown
 from effuse.router.handler import Serving
 from effuse.router.openai_answers import Rendering, error_body, error_object, status_of
-from effuse.router.openai_requests import Endpoint, Json, Wanted, parse_body, request_of
+from effuse.router.openai_bodies import BodyReader
+from effuse.router.openai_requests import Endpoint, Json
 from effuse.router.request import Request
 from effuse.router.router import Router
 from effuse.v1 import generation_pb2 as pb
@@ -75,8 +76,8 @@ class HttpCall:
         """Keeps the request's id for the response's headers."""
         self.request_id = dict(metadata)[REQUEST_ID_KEY]
 
-    async def body(self, most_bytes: int) -> Json:
-        """The JSON object that the client sent. Raises `InvalidRequest` and HTTPException."""
+    async def body(self, most_bytes: int) -> bytes:
+        """What the client sent, of JSON's type. Raises HTTPException, and `Cancelled`."""
         headers = self.request.headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON_TYPE:  # which a web page of another origin cannot send unasked
@@ -98,7 +99,7 @@ class HttpCall:
             raise Cancelled("the client closed the connection") from None
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {BODY_S:g} s") from None
-        return parse_body(b"".join(pieces))
+        return b"".join(pieces)
 
     async def gone(self) -> None:
         """Returns once the client has closed the connection."""
@@ -166,6 +167,7 @@ class OpenAiApi:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._catalogue = serving.router.seats.catalogue
+        self._bodies = BodyReader(self._catalogue)
         self._most_bytes = serving.router.config.max_message_bytes
         routes: Mapping[tuple[str, str], Behaviour] = {
             ("POST", "/v1/chat/completions"): lambda call: self._generate(call, "chat"),
@@ -186,12 +188,18 @@ class OpenAiApi:
 
     async def _generate(self, call: HttpCall, endpoint: Endpoint) -> None:
         with self._serving.span(call):
-            with self._serving.counting_refusals():
-                wanted = request_of(await call.body(self._most_bytes), endpoint)
-            await _unless_gone(call, self._answer(call, wanted))
+            await _unless_gone(call, self._answer(call, await self._received(call), endpoint))
 
-    async def _answer(self, call: HttpCall, wanted: Wanted) -> None:
+    async def _received(self, call: HttpCall) -> bytes:
+        with self._serving.counting_refusals():
+            return await call.body(self._most_bytes)
+
+    async def _answer(self, call: HttpCall, body: bytes, endpoint: Endpoint) -> None:
         """Waits until the requests are accepted, and sends the answers."""
+        with self._serving.counting_refusals():
+            self._serving.router.quotas.check(self._serving.tenant())
+            wanted = await self._bodies.read(body, endpoint)
+        del body  # which may be large
         if len(wanted.requests) > 1:  # each is counted only once it runs
             count = wanted.num_answers * len(wanted.requests)
             with self._serving.counting_refusals():
@@ -234,9 +242,8 @@ class OpenAiApi:
         body = await call.body(self._most_bytes)
         await _unless_gone(call, self._answer_ids(call, body))
 
-    async def _answer_ids(self, call: HttpCall, body: Json) -> None:
-        endpoint: Endpoint = "chat" if "messages" in body else "completion"
-        wanted = request_of(body, endpoint)
+    async def _answer_ids(self, call: HttpCall, body: bytes) -> None:
+        wanted = await self._bodies.read(body)
         (asked, *more) = wanted.requests
         if more or asked.HasField("prompt_token_ids"):
             raise InvalidRequest.of("prompt", "expected one string, got another type")

@@ -88,6 +88,12 @@ class Catalogue:
         self._live, self._of, self._index = models, known, self._fleet.index
         return models
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context of a known model; 0 if none is known."""
+        known = (*self.live().values(), *self._known.values())
+        return max((one.max_model_len for one in known), default=0)
+
     def find(self, name: str | None, field: str = "model") -> ModelInfo:
         """The model that a request names in `field`, or the only one; raises `InvalidRequest`,
         `NotFound`, `Unavailable`."""

@@ -24,7 +24,7 @@ from effuse.kvtransfer import zmq_sockets, zmq_transport
 from effuse.placement import records
 from effuse.protos import gate
 from effuse.protos.errors import DeadlineExceeded
-from effuse.router import openai_api
+from effuse.router import openai_bodies
 from effuse.router.metrics import Monitor
 from effuse.router.shared_request import KnownRequests
 from effuse.worker import supervisor
@@ -115,7 +115,7 @@ BUGS: dict[str, tuple[str, Any, str]] = {
         "ZMQ frames", patch.object(zmq_transport, "MalformedMessage", Other), "MalformedMessage"
     ),
     "bodies that are no JSON": (
-        "OpenAI's API", patch.object(openai_api, "parse_body", json.loads), "a failure of ours"
+        "OpenAI's API", patch.object(openai_bodies, "parse_body", json.loads), "a failure of ours"
     ),
     "ranks of another host": (
         "hosts of a group", patch.object(Roll, "take", take_any), "a report of rank"
