@@ -1,10 +1,11 @@
 """Bodies of OpenAI's HTTP API, read without a halt of the event loop.
 
-To read a body of a few MB takes seconds, as it may be a million lists. So a thread reads it, and
-none reads one that no model could take. Not here: what bodies mean (`openai_requests.py`)."""
+A body of a few MB may be a million lists, and then takes seconds. So a thread reads it, and none
+reads one that no model could take. Not here: what bodies mean (`openai_requests.py`)."""
 
 import asyncio
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -29,11 +30,12 @@ class BodyReader:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._turns = FewAtOnce(1)
+        # The queue of requests limits them later: a burst of long prompts is no reason to refuse.
+        self._turns = FewAtOnce(1, most_waiting=math.inf)
 
     async def read(self, body: bytes, endpoint: Endpoint | None = None) -> Wanted:
         """The requests that a body means, which without an endpoint follows from its fields. Raises
-        `InvalidRequest`, and `Overloaded` if too many long ones wait."""
+        `InvalidRequest`."""
         if len(body) <= AT_ONCE_BYTES:
             return _read(body, endpoint)
         self._check_size(body, endpoint)

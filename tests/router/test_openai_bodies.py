@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from router.fakes import FakeFleet
 from router.http_calls import CHAT, TEXT, post, run
 
-from effuse.router.openai_bodies import AT_ONCE_BYTES, SPARE_BYTES
+from effuse.router.few_at_once import MOST_WAITING
+from effuse.router.openai_bodies import AT_ONCE_BYTES, SPARE_BYTES, BodyReader
 from effuse.router.openai_requests import MOST_PROMPTS, request_of
 from effuse.router.tenants import Tenant, line_of
 
@@ -71,7 +74,7 @@ def test_a_body_longer_than_any_model_takes_is_not_read(
         assert status == 400 and "the model accepts 256 tokens" in told["error"]["message"]
         assert reads.count == 0
         name = "effuse_refused_total"
-        assert route == TOKENS or fleet.metric(name, status="INVALID_ARGUMENT") == 1
+        assert route == TOKENS or fleet.metric(name, status="INVALID_ARGUMENT", quota="false") == 1
 
     run(body)
 
@@ -116,3 +119,24 @@ def test_a_tenant_without_room_has_no_body_read(
         assert (status, told["choices"][0]["text"]) == (200, TEXT)
 
     run(body, keys=keys)
+
+
+def test_a_burst_of_long_bodies_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the queue of requests refuses, by the operator's limits."""
+    may_end = threading.Event()
+
+    def read(*args: Any) -> Any:
+        assert may_end.wait(30)
+        return request_of(*args)
+
+    monkeypatch.setattr("effuse.router.openai_bodies.request_of", read)
+    sent = json.dumps({"prompt": "how many?", "user": "u" * AT_ONCE_BYTES}).encode()
+
+    async def burst() -> None:
+        reader = BodyReader(SimpleNamespace(longest=256))  # type: ignore[arg-type]
+        calls = [asyncio.create_task(reader.read(sent)) for _ in range(2 * MOST_WAITING)]
+        await asyncio.sleep(0)
+        may_end.set()
+        assert all(len(one.requests) == 1 for one in await asyncio.gather(*calls))
+
+    asyncio.run(burst())
