@@ -8,7 +8,7 @@ owners of request ids (`shared_request.py`), the queue (`admission.py`)."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -33,7 +33,6 @@ from effuse.router.planner import Workload
 from effuse.router.policy import Candidate, Condition, Prospect, what_is_missing
 from effuse.router.request import Request
 from effuse.router.steering import Steering
-from effuse.router.turns import Turns
 
 LOG: Final = logging.getLogger(__name__)
 
@@ -45,6 +44,10 @@ ALONE_S: Final = 0.5
 
 LEASE_S: Final = 3.0
 """How long a silent router counts as alive."""
+
+PATIENCE: Final = 3
+"""Exchanges for which a seat has to stay free before the next router in the order may take it: the
+one before it learns of the seat, takes it, and writes that it has."""
 
 
 class Catalogue:
@@ -118,8 +121,62 @@ class Catalogue:
 
 def fair_share(seats: int, contenders: int, rank: int) -> int:
     """The seats for the contender of this rank, from 0, if all want more: together they have them
-    all. At least 1: of fewer seats each may have one, in turn (`turns.py`)."""
+    all. At least 1: of fewer seats each may have one, in turn (`Turns`)."""
     return max(1, seats // contenders + (rank < seats % contenders))
+
+
+class Turns:
+    """Whose turn it is on workers with fewer seats than routers that want them. One per router.
+
+    Such a seat cannot be shared, so routers take turns. Each derives the same order from the
+    records that all of them exchange: the one with the fewest requests of a model first, then the
+    one that had none for longest. Records are late, so two may differ for a moment. Then the worker
+    refuses one, or a seat waits for the next router in the order."""
+
+    def __init__(self, router_id: str) -> None:
+        self._id = router_id
+        self._number = 0  # of exchanges so far
+        self._running: Counter[tuple[str, str]] = Counter()  # by router and model, on such workers
+        self._last_had: dict[tuple[str, str], int] = {}  # the exchange at which it had any
+        self._free_for: dict[tuple[str, str], int] = {}  # exchanges in a row, by a worker's life
+
+    def note(
+        self,
+        own: RouterRecord,
+        others: Mapping[str, RouterRecord],
+        workers: Sequence[WorkerRecord],
+    ) -> None:
+        """Learns what all routers had on workers at an exchange."""
+        self._number += 1
+        small = {one.life: one for one in workers if one.capacity.max_num_seqs <= len(others)}
+        taken = Counter[tuple[str, str]]()
+        self._running.clear()
+        for router in (own, *others.values()) if small else ():
+            for load in router.loads:
+                life = load.worker_id, load.incarnation
+                if (worker := small.get(life)) is not None:
+                    taken[life] += load.requests
+                    self._running[router.router_id, worker.model.name] += load.requests
+        self._last_had |= dict.fromkeys(self._running, self._number)
+        alive = {self._id, *others}
+        self._last_had = {key: at for key, at in self._last_had.items() if key[0] in alive}
+        self._free_for = {
+            life: self._free_for.get(life, 0) + 1
+            for life, one in small.items()
+            if taken[life] < one.capacity.max_num_seqs
+        }
+
+    def is_ours(self, worker: WorkerRecord, waiting: Collection[str]) -> bool:
+        """Whether we may take a free seat of this worker. `waiting`: other routers with requests
+        that wait for its model."""
+        model = worker.model.name
+        own = self._place(self._id, model)
+        ahead = sum(self._place(other, model) < own for other in waiting)
+        return ahead == 0 or self._free_for.get(worker.life, 0) > PATIENCE * ahead
+
+    def _place(self, router_id: str, model: str) -> tuple[int, int, str]:
+        key = router_id, model
+        return self._running[key], self._last_had.get(key, 0), router_id
 
 
 class OtherRouters:

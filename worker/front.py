@@ -41,7 +41,8 @@ from effuse.worker.attempts import Attempts, Duty
 from effuse.worker.config import END_S, STOP_S, DecodeConfig, WorkerConfig
 from effuse.worker.gpus import check_device
 from effuse.worker.shell import Shell
-from effuse.worker.supervisor import EngineEnded, GaveUp, Supervisor, new_incarnation
+from effuse.worker.supervisor import Supervisor, new_incarnation
+from effuse.worker.watchdog import EngineEnded, GaveUp
 
 LOG = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=WorkerConfig)

@@ -26,7 +26,6 @@ from effuse.kvtransfer.interfaces import interface_towards
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess
 from effuse.worker.config import WorkerConfig, to_json
-from effuse.worker.engine_socket import AsyncSocket
 from effuse.worker.messages import RankOrders, RemoteLeader, StoreAddress
 from effuse.worker.node_messages import (
     BEAT_S,
@@ -46,7 +45,7 @@ from effuse.worker.node_messages import (
     control_keys,
     settings_of,
 )
-from effuse.worker.supervisor import start
+from effuse.worker.supervisor import AsyncSocket, start
 from effuse.worker.watchdog import Limits, PeerSilence, Stopped
 
 LOG = logging.getLogger(__name__)

@@ -11,16 +11,17 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from effuse.config.checks import UNREADABLE
 from effuse.placement.records import Capacity, Load
@@ -30,7 +31,6 @@ from effuse.worker import engine_home
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig, to_json
 from effuse.worker.engine_home import SOCKET, make_home
-from effuse.worker.engine_socket import EngineSocket
 from effuse.worker.messages import (
     Heartbeat,
     Orders,
@@ -43,10 +43,12 @@ from effuse.worker.messages import (
     ToFront,
 )
 from effuse.worker.watchdog import (
-    BROKEN_STATUS,
     Backoff,
+    EngineEnded,
+    GaveUp,
     Limits,
     Progress,
+    ended_by,
     is_stopped_by_signal,
     look,
     observe,
@@ -61,22 +63,67 @@ _HANDED_ON_S = 0.01  # for messages in the library, once the connection has ende
 _LONG_S = 1.0  # of compiling that is worth a line
 _STOP_GRACE_S = 5.0
 _MOST_ENDED = 1024
-_ENDINGS = {-signal.SIGKILL: "killed", **{code: how for how, code in BROKEN_STATUS.items()}}
 _RETRY_AFTER_S = 1.0  # about the time in which a small engine restarts
-
-
-class EngineEnded(Exception):
-    """The engine process is gone, or never became ready."""
-
-    def __init__(self, message: str, *, permanent: bool = False, ending: str = "died") -> None:
-        super().__init__(message)
-        self.permanent = permanent  # starting another one will not help
-        self.ending = ending  # or "killed", or "hung", or "stopped"
 
 
 def new_incarnation() -> str:
     """Returns the id of a new life: later ones sort after earlier ones, and all are different."""
     return f"{time.time_ns():016x}-{secrets.token_hex(8)}"
+
+
+class AsyncSocket:
+    """A socket for one other process, in the event loop: sending never waits."""
+
+    def __init__(self, kind: int, options: Mapping[int, int]) -> None:
+        self._context = zmq.asyncio.Context()
+        self.zmq = self._context.socket(kind)
+        for option, value in options.items():
+            self.zmq.set(option, value)
+        self._monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # Ends once the other process has disconnected, and all of its messages are received.
+        self.disconnected = asyncio.ensure_future(self._monitor.recv_multipart())
+        self._receiving: asyncio.Future[bytes] | None = None
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame, if the socket is connected."""
+        # A plain socket on the same handle would swallow the signal that a message can be received.
+        sent = cast("asyncio.Future[object]", self.zmq.send(frame, zmq.NOBLOCK))
+        with contextlib.suppress(zmq.Again):  # not connected: not yet, or no more
+            sent.result()
+
+    async def receive(
+        self, timeout_s: float, others: Iterable[asyncio.Future[Any]] = ()
+    ) -> bytes | None:
+        """The next frame; None if none comes before the time or one of `others` is over."""
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self.zmq.recv())
+        waited: list[asyncio.Future[Any]] = [self._receiving, *others]
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not self._receiving.done():
+            return None
+        received, self._receiving = self._receiving, None
+        return received.result()
+
+    def close(self) -> None:
+        """Closes it; may be called twice."""
+        if not self.zmq.closed:
+            if self._receiving is not None:
+                self._receiving.cancel()
+            self.disconnected.cancel()
+            # first, because its remaining messages would have no reader
+            self.zmq.disable_monitor()
+            self._monitor.close(0)
+            self.zmq.close(0)
+        self._context.term()
+
+
+class EngineSocket(AsyncSocket):
+    """A bound PAIR socket with an unlimited queue: the engine must never wait for its front."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(zmq.PAIR, dict.fromkeys((zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER), 0))
+        self.endpoint = endpoint
+        self.zmq.bind(endpoint)
 
 
 class EngineClient:
@@ -143,7 +190,7 @@ class EngineClient:
             if received is None:
                 received = await self._socket.receive(_HANDED_ON_S)
             if received is None:
-                raise _exit(self._exited.result())
+                raise ended_by(self._exited.result())
         if received is None:
             return []
         try:
@@ -178,15 +225,6 @@ async def start(module: str, orders: Orders | RankOrders) -> asyncio.subprocess.
     process.stdin.write(msgspec.json.encode(orders))
     process.stdin.close()
     return process
-
-
-def _exit(status: int) -> EngineEnded:
-    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-    return EngineEnded(f"the engine {how}", ending=_ENDINGS.get(status, "died"))
-
-
-class GaveUp(Exception):
-    """No engine can be started; the message has the reason."""
 
 
 @dataclass(slots=True)

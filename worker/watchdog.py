@@ -10,6 +10,7 @@ more time. `Backoff` gives the time that a front waits before it starts the next
 """
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +32,22 @@ _STOPPED_PART = 4  # share of the time that other engines may be silent
 _STEPS_PATIENCE = 10  # an engine may be silent for this many of its steps
 BROKEN_STATUS: Final[Mapping[str, int]] = {"died": 70, "killed": 71, "stopped": 72}
 """Exit status of an engine that ends because of one of its ranks, by what became of the rank."""
+_ENDINGS = {-signal.SIGKILL: "killed", **{code: how for how, code in BROKEN_STATUS.items()}}
 
 _FORGETTING = 0.1  # weight of the newest step in the expected time; a longer one counts immediately
+
+
+class EngineEnded(Exception):
+    """The engine process is gone, or never became ready."""
+
+    def __init__(self, message: str, *, permanent: bool = False, ending: str = "died") -> None:
+        super().__init__(message)
+        self.permanent = permanent  # starting another one will not help
+        self.ending = ending  # or "killed", or "hung", or "stopped"
+
+
+class GaveUp(Exception):
+    """No engine can be started; the message has the reason."""
 
 
 class GroupBroken(RuntimeError):
@@ -121,6 +136,12 @@ class Pulse:
             load=self._sent,
             dropped_lines=self._dropped - before,
         )
+
+
+def ended_by(status: int) -> EngineEnded:
+    """How an engine ended, by the exit status of its process."""
+    how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+    return EngineEnded(f"the engine {how}", ending=_ENDINGS.get(status, "died"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

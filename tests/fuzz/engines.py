@@ -27,7 +27,6 @@ from fuzz.surface import Face
 from effuse.config.decoding import SettingError
 from effuse.kvtransfer.messages import AttemptId, MalformedMessage, check_reservation
 from effuse.placement.records import Load
-from effuse.worker.engine_socket import EngineSocket
 from effuse.worker.messages import (
     Abort,
     BlockState,
@@ -43,7 +42,8 @@ from effuse.worker.messages import (
     ToEngine,
     WriterGone,
 )
-from effuse.worker.supervisor import EngineClient, EngineEnded
+from effuse.worker.supervisor import EngineClient, EngineSocket
+from effuse.worker.watchdog import EngineEnded
 
 MOST_STEPS: Final = 40
 BLOCK: Final = 4

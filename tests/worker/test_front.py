@@ -45,8 +45,8 @@ from effuse.v1 import worker_pb2 as pb
 from effuse.worker import front, supervisor
 from effuse.worker.config import DecodeConfig
 from effuse.worker.front import Front
-from effuse.worker.supervisor import GaveUp, new_incarnation
-from effuse.worker.watchdog import Backoff
+from effuse.worker.supervisor import new_incarnation
+from effuse.worker.watchdog import Backoff, GaveUp
 
 CONFIG = DecodeConfig(hang_timeout_s=60.0, drain_s=10.0, log_level="error")
 SERVING = health_pb2.HealthCheckResponse.SERVING

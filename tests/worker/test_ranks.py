@@ -33,7 +33,7 @@ from effuse.kvtransfer.messages import PageRef, ReceiverAddress
 from effuse.kvtransfer.tiered_cache import TieredCache
 from effuse.models.group import ProcessGroup
 from effuse.protos.errors import EngineLost
-from effuse.worker import assembly, rank_messages, ranks, supervisor
+from effuse.worker import assembly, rank_messages, ranks
 from effuse.worker.config import WorkerConfig
 from effuse.worker.group_parts import GroupHost
 from effuse.worker.messages import RankOrders
@@ -43,7 +43,7 @@ from effuse.worker.rank_messages import (
     CopyPage,
     ForwardProgress,
 )
-from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken
+from effuse.worker.watchdog import BROKEN_STATUS, GroupBroken, ended_by
 
 DESCRIPTORS = Path("/proc/self/fd")
 QUESTIONS = ["ab", "the second prompt, which is longer", "c" * 40]
@@ -307,7 +307,7 @@ def test_an_engine_whose_rank_was_killed_or_stopped_did_not_die_of_its_requests(
     status: int, ending: str, may_be_outside: bool
 ) -> None:
     """Otherwise two kills of ranks would have each request wait for a worker of its own."""
-    assert supervisor._exit(status).ending == ending
+    assert ended_by(status).ending == ending
     lost = EngineLost("it ended", retry_after_s=1.0, labels={"ending": ending})
     assert lost.may_be_outside == may_be_outside
 

@@ -15,8 +15,8 @@ from eventually import eventually
 
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig
-from effuse.worker.supervisor import EngineClient, GaveUp, Supervisor
-from effuse.worker.watchdog import Backoff
+from effuse.worker.supervisor import EngineClient, Supervisor
+from effuse.worker.watchdog import Backoff, GaveUp
 
 CONFIG = WorkerConfig(log_level="error")
 PATIENT = Backoff(first_s=0.02, most_s=0.02, most_failures=10_000)

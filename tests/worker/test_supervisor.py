@@ -29,7 +29,6 @@ from effuse.protos.errors import Unavailable
 from effuse.worker import supervisor as supervising
 from effuse.worker.attempts import Attempts
 from effuse.worker.config import WorkerConfig
-from effuse.worker.engine_socket import EngineSocket
 from effuse.worker.messages import (
     Abort,
     AbortDone,
@@ -39,14 +38,8 @@ from effuse.worker.messages import (
     StartupFailed,
     ToFront,
 )
-from effuse.worker.supervisor import (
-    EngineClient,
-    EngineEnded,
-    GaveUp,
-    Supervisor,
-    new_incarnation,
-)
-from effuse.worker.watchdog import Backoff
+from effuse.worker.supervisor import EngineClient, EngineSocket, Supervisor, new_incarnation
+from effuse.worker.watchdog import Backoff, EngineEnded, GaveUp
 
 ABORT = Abort(attempt=AttemptId("r", 1, "t1"))
 
