@@ -1,9 +1,11 @@
-"""Names of this machine's loopback, in the form of a flag."""
+"""Names of this machine's loopback, in the form of a flag, and names with chosen addresses."""
 
 from __future__ import annotations
 
 import socket
-from typing import Final
+from typing import Any, Final
+
+import pytest
 
 
 def _has_ipv6() -> bool:
@@ -17,3 +19,14 @@ def _has_ipv6() -> bool:
 
 LOOPBACKS: Final = ("127.0.0.1", *(("::1", "[::1]") if _has_ipv6() else ()))
 """Those of IPv6, with brackets and without, only where there are any."""
+
+
+def give_name(monkeypatch: pytest.MonkeyPatch, name: str, *addresses: str) -> None:
+    """Lets this name have these addresses, in this order."""
+    real = socket.getaddrinfo
+
+    def look_up(host: str | None, *rest: Any, **hints: Any) -> list[Any]:
+        hosts = addresses if host == name else (host,)
+        return [one for each in hosts for one in real(each, *rest, **hints)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)

@@ -23,6 +23,7 @@ import zmq
 from effuse.config.access import host_and_port
 from effuse.config.checks import UNREADABLE
 from effuse.kvtransfer.interfaces import interface_towards
+from effuse.kvtransfer.resolving import numeric
 from effuse.protos import rpc
 from effuse.protos.channels import FleetAccess
 from effuse.worker.config import WorkerConfig, to_json
@@ -52,6 +53,7 @@ LOG = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.25
 _ASK_S: Final = 1.0  # between two offers
+_LOOK_UP_S: Final = 10.0  # without a connection, until the leader's name is resolved again
 _PAUSE_S: Final = 0.2
 _KILL_S: Final = 10.0
 
@@ -71,9 +73,10 @@ class _FarRank:
 class LeaderLink(AsyncSocket):
     """A connection to the leader of one incarnation; another incarnation needs another one."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        assert config.master_addr is not None, "a config with several nodes has one"
-        endpoint = f"tcp://{host_and_port(config.master_addr, config.master_port)}"
+    def __init__(self, config: WorkerConfig, host: str | None = None) -> None:
+        """host: the leader's numeric address; None resolves its name, which may take a while."""
+        self.host = numeric(str(config.master_addr)) if host is None else host
+        endpoint = f"tcp://{host_and_port(self.host, config.master_port)}"
         # An offer that cannot leave now is not kept.
         options: dict[int, int] = {zmq.LINGER: 0, zmq.IMMEDIATE: 1, zmq.IPV6: int("[" in endpoint)}
         super().__init__(zmq.DEALER, options)
@@ -81,9 +84,9 @@ class LeaderLink(AsyncSocket):
             keys.ask(cast("zmq.Socket[bytes]", self.zmq))
         self.zmq.connect(endpoint)
 
-    def post(self, message: FromNode) -> None:
-        """Sends a message if the leader is connected."""
-        self.send(ENCODER.encode(message))
+    def post(self, message: FromNode) -> bool:
+        """Sends a message if the leader is connected, and returns whether it is."""
+        return self.send(ENCODER.encode(message))
 
     async def next_message(
         self, timeout_s: float, others: Iterable[asyncio.Future[int]] = ()
@@ -121,16 +124,18 @@ class NodeAgent:
 
     async def run(self) -> None:
         """Serves one incarnation after another until it is stopped. Raises NodeRefused."""
-        where = host_and_port(str(self._config.master_addr), self._config.master_port)
+        master = str(self._config.master_addr)
+        where = host_and_port(master, self._config.master_port)
         LOG.info("node %d waits for its leader at %s", self._config.node_rank, where)
         while not self._stop.is_set():
-            with contextlib.closing(LeaderLink(self._config)) as link:
+            host = await asyncio.to_thread(numeric, master)
+            with contextlib.closing(LeaderLink(self._config, host)) as link:
                 welcome = await self._join(link)
                 if welcome is None:
                     continue
                 LOG.info("incarnation %s begins", welcome.incarnation)
                 try:
-                    await self._start(welcome)
+                    await self._start(host, welcome)
                     why = await self._follow(link, welcome.incarnation)
                     LOG.info("incarnation %s has ended: %s", welcome.incarnation, why)
                 finally:
@@ -139,13 +144,17 @@ class NodeAgent:
             await asyncio.sleep(_PAUSE_S)
 
     async def _join(self, link: LeaderLink) -> Welcome | None:
-        """The leader's welcome; None if this process is stopped, or the connection is lost."""
+        """The leader's welcome; None if this process is stopped, the connection is lost, or there
+        was none for so long that the leader may have another address."""
         offer = Joining(node=self._config.node_rank, settings=settings_of(self._config))
-        asked_at = float("-inf")
+        asked_at, until = float("-inf"), self._now() + _LOOK_UP_S
         while not (self._stop.is_set() or link.disconnected.done()):
-            if self._now() - asked_at >= _ASK_S:
-                link.post(offer)
-                asked_at = self._now()
+            if (now := self._now()) - asked_at >= _ASK_S:
+                if link.post(offer):
+                    until = float("inf")
+                elif now > until:
+                    return None
+                asked_at = now
             match await link.next_message(_LOOK_S):
                 case Welcome() as welcome:
                     self._logged = ""
@@ -159,9 +168,8 @@ class NodeAgent:
                     pass
         return None
 
-    async def _start(self, welcome: Welcome) -> None:
+    async def _start(self, master: str, welcome: Welcome) -> None:
         config = self._config
-        master = str(config.master_addr)
         raw = msgspec.Raw(to_json(replace(config, connector=welcome.connector)))
         store = StoreAddress(
             host=master,

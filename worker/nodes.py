@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from effuse.config.access import host_and_port
 from effuse.config.checks import UNREADABLE
 from effuse.kvtransfer.interfaces import interface_towards
+from effuse.kvtransfer.resolving import numeric, resolve
 from effuse.kvtransfer.zmq_sockets import KEY_BYTES, CurveKeys, ZmqListener, descriptor_of
 from effuse.models.shared_meeting import SharedMeeting
 from effuse.placement.records import Role
@@ -168,8 +169,9 @@ class Nodes:
         )
 
     def _listen(self, config: WorkerConfig, master: str, role: Role, incarnation: str) -> None:
-        host, seed, meeting = config.host, secrets.token_bytes(KEY_BYTES), secrets.token_hex(16)
-        listener = socket.create_server((_numeric(host), 0), family=_family(host))
+        seed, meeting = secrets.token_bytes(KEY_BYTES), secrets.token_hex(16)
+        host, family = _own(config, master)
+        listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             master,
@@ -295,7 +297,7 @@ class Nodes:
 
     def _listener(self, keys: CurveKeys | None, host: str, port: int) -> ZmqListener:
         """Bounds all that a host can send, because without keys anyone may connect."""
-        context, endpoint = self._context(keys), _endpoint(host, port)
+        context, endpoint = self._context(keys), f"tcp://{host_and_port(host, port)}"
 
         def listen() -> ZmqListener:
             return ZmqListener(
@@ -315,9 +317,9 @@ class Nodes:
             self._stack.callback(made.close, 0)
             for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
                 made.set(option, 0)
-            made.set(zmq.IPV6, int(_family(host) == socket.AF_INET6))
+            made.set(zmq.IPV6, int(":" in host))
             keys.serve(made)
-            endpoint = _endpoint(host, port)
+            endpoint = f"tcp://{host_and_port(host, port)}"
             _bound(endpoint, lambda: made.bind(endpoint))
             return made
 
@@ -340,10 +342,6 @@ class _Refusals:
         LOG.warning("refused a host: %s%s", why, more)
 
 
-def _endpoint(host: str, port: int) -> str:
-    return f"tcp://{host_and_port(_numeric(host), port)}"
-
-
 def _bound(endpoint: str, bind: Callable[[], _Made]) -> _Made:
     until = time.monotonic() + _BIND_S
     while True:
@@ -359,16 +357,12 @@ def _port(made: zmq.Socket[bytes]) -> int:
     return int(made.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
-def _found(host: str) -> tuple[Any, ...]:
+def _own(config: WorkerConfig, master: str) -> tuple[str, socket.AddressFamily]:
+    """The address at which a leader listens: of the family by which the others reach it."""
+    family = socket.AF_INET6 if ":" in numeric(master) else socket.AF_INET
     try:
-        return socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ValueError(f"--host: expected an address of this host, got {host!r}") from error
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AddressFamily(_found(host)[0])
-
-
-def _numeric(host: str) -> str:
-    return str(_found(host)[4][0])
+        return resolve(config.host, family)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--host: expected an address of this host, got {config.host!r}"
+        ) from error

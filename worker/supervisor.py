@@ -84,12 +84,15 @@ class AsyncSocket:
         self.disconnected = asyncio.ensure_future(self._monitor.recv_multipart())
         self._receiving: asyncio.Future[bytes] | None = None
 
-    def send(self, frame: bytes) -> None:
-        """Sends a frame, if the socket is connected."""
+    def send(self, frame: bytes) -> bool:
+        """Sends a frame if the socket is connected, and returns whether it is."""
         # A plain socket on the same handle would swallow the signal that a message can be received.
         sent = cast("asyncio.Future[object]", self.zmq.send(frame, zmq.NOBLOCK))
-        with contextlib.suppress(zmq.Again):  # not connected: not yet, or no more
+        try:
             sent.result()
+        except zmq.Again:  # not connected: not yet, or no more
+            return False
+        return True
 
     async def receive(
         self, timeout_s: float, others: Iterable[asyncio.Future[Any]] = ()
