@@ -22,3 +22,17 @@ def numeric(name: str) -> str:
         return resolve(name)[0]
     except (OSError, ValueError):
         return name
+
+
+def numeric_endpoint(endpoint: str) -> str:
+    """An endpoint of ZMQ with a numeric address; the same one if there is none, so that ZMQ can
+    tell what is wrong with it."""
+    scheme, _, where = endpoint.partition("://")
+    name, _, port = where.rpartition(":")
+    if scheme != "tcp":
+        return endpoint
+    try:
+        host, family = resolve(name)
+    except (OSError, ValueError):
+        return endpoint
+    return f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"

@@ -31,6 +31,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from effuse.kvtransfer.messages import MAX_CHUNK_PAGES, ToReceiver, encode
+from effuse.kvtransfer.resolving import numeric_endpoint
 
 LOG = logging.getLogger(__name__)
 
@@ -182,9 +183,10 @@ class ZmqListener:
         self._connections: dict[int, Connection] = {}  # by ZMQ's descriptor
         self._guarded_at = -GUARD_S
         self._drops = False  # the rest of a message that has too many frames
-        self.socket.setsockopt(zmq.IPV6, "[" in bind)
+        where = numeric_endpoint(bind)
+        self.socket.setsockopt(zmq.IPV6, "[" in where)
         try:
-            self.socket.bind(bind)
+            self.socket.bind(where)
         except zmq.ZMQError:
             self.close()
             raise
@@ -326,10 +328,11 @@ class ZmqPeer:
         self.socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
+        where = numeric_endpoint(endpoint)
+        self.socket.setsockopt(zmq.IPV6, "[" in where)
         self.monitor = self.socket.get_monitor_socket(_PEER_EVENTS)
         try:
-            self.socket.connect(endpoint)
+            self.socket.connect(where)
         except zmq.ZMQError:
             self.close()
             raise

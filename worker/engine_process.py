@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from effuse.kvtransfer.messages import AttemptId
+from effuse.kvtransfer.resolving import resolve
 from effuse.placement.records import Load
 from effuse.telemetry import logs
 from effuse.worker.config import WorkerConfig
@@ -234,10 +235,9 @@ def listen_while_alive(host: str, port: int = 0) -> network.socket:
     in the order in which they close a process's descriptors, and a device's work has ended only
     once all between are closed.
     """
-    name = host.strip("[]")
-    family = network.AF_INET6 if ":" in name else network.AF_INET
+    where, family = resolve(host)
     return network.create_server(
-        (name, port), family=family, reuse_port=True, dualstack_ipv6=name == "::"
+        (where, port), family=family, reuse_port=True, dualstack_ipv6=where == "::"
     )
 
 
