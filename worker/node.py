@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 import zmq
@@ -55,6 +55,8 @@ _LOOK_S: Final = 0.25
 _ASK_S: Final = 1.0  # between two offers
 _LOOK_UP_S: Final = 10.0  # without a connection, until the leader's name is resolved again
 _PAUSE_S: Final = 0.2
+_WARN_S: Final = 10.0  # without an answer
+_WARN_AGAIN_S: Final = 60.0
 _KILL_S: Final = 10.0
 
 
@@ -89,7 +91,7 @@ class LeaderLink(AsyncSocket):
         return self.send(ENCODER.encode(message))
 
     async def next_message(
-        self, timeout_s: float, others: Iterable[asyncio.Future[int]] = ()
+        self, timeout_s: float, others: Iterable[asyncio.Future[Any]] = ()
     ) -> ToNode | None:
         """The leader's next message; None as of `receive`, and for one that no leader sends."""
         if (received := await self.receive(timeout_s, others)) is None:
@@ -100,6 +102,31 @@ class LeaderLink(AsyncSocket):
         except UNREADABLE as error:
             LOG.warning("ignored an invalid message from the leader: %s", error)
             return None
+
+
+@dataclass(slots=True)
+class Unanswered:
+    """Warns of a leader that does not answer: after a while, and then now and then."""
+
+    where: str
+    why: str = "there is no connection"
+    _since: float | None = None
+    _warns_at: float = 0.0
+
+    def look(self, now: float) -> None:
+        """There is no answer yet."""
+        if self._since is None:
+            self._since, self._warns_at = now, now + _WARN_S
+        if now >= self._warns_at:
+            self._warns_at = now + _WARN_AGAIN_S
+            silent_s = now - self._since
+            LOG.warning(
+                "the leader at %s has not answered for %.0f s: %s", self.where, silent_s, self.why
+            )
+
+    def end(self) -> None:
+        """It has answered."""
+        self._since = None
 
 
 class NodeAgent:
@@ -121,17 +148,19 @@ class NodeAgent:
         self._limits = Limits(startup_s=config.startup_timeout_s, serving_s=config.hang_timeout_s)
         self._ranks: dict[int, _FarRank] = {}
         self._logged = ""  # the last reason for which it waits
+        where = host_and_port(str(config.master_addr), config.master_port)
+        self._unanswered = Unanswered(where)
 
     async def run(self) -> None:
         """Serves one incarnation after another until it is stopped. Raises NodeRefused."""
-        master = str(self._config.master_addr)
-        where = host_and_port(master, self._config.master_port)
+        master, where = str(self._config.master_addr), self._unanswered.where
         LOG.info("node %d waits for its leader at %s", self._config.node_rank, where)
         while not self._stop.is_set():
             host = await asyncio.to_thread(numeric, master)
             with contextlib.closing(LeaderLink(self._config, host)) as link:
                 welcome = await self._join(link)
                 if welcome is None:
+                    await asyncio.sleep(_PAUSE_S)
                     continue
                 LOG.info("incarnation %s begins", welcome.incarnation)
                 try:
@@ -147,15 +176,20 @@ class NodeAgent:
         """The leader's welcome; None if this process is stopped, the connection is lost, or there
         was none for so long that the leader may have another address."""
         offer = Joining(node=self._config.node_rank, settings=settings_of(self._config))
-        asked_at, until = float("-inf"), self._now() + _LOOK_UP_S
+        asked_at, until, silence = float("-inf"), self._now() + _LOOK_UP_S, self._unanswered
         while not (self._stop.is_set() or link.disconnected.done()):
             if (now := self._now()) - asked_at >= _ASK_S:
                 if link.post(offer):
-                    until = float("inf")
+                    until, silence.why = float("inf"), "it is connected, but silent"
                 elif now > until:
                     return None
+                elif asked_at > float("-inf"):  # so there was time for a refusal
+                    silence.why = f"there is no connection to {link.host}"
                 asked_at = now
-            match await link.next_message(_LOOK_S):
+            silence.look(now)
+            if (received := await link.next_message(_LOOK_S, [link.disconnected])) is not None:
+                silence.end()
+            match received:
                 case Welcome() as welcome:
                     self._logged = ""
                     return welcome
@@ -166,6 +200,8 @@ class NodeAgent:
                     self._logged = message
                 case _:
                     pass
+        if link.disconnected.done() and until < float("inf"):
+            silence.why = "the connection ends at once; has the leader another --fleet-secret?"
         return None
 
     async def _start(self, master: str, welcome: Welcome) -> None:
