@@ -25,8 +25,8 @@ def numeric(name: str) -> str:
 
 
 def numeric_endpoint(endpoint: str) -> str:
-    """An endpoint of ZMQ with a numeric address; the same one if there is none, so that ZMQ can
-    tell what is wrong with it."""
+    """An endpoint of ZMQ with a numeric address; the same one if there is none, whose error ZMQ
+    raises."""
     scheme, _, where = endpoint.partition("://")
     name, _, port = where.rpartition(":")
     if scheme != "tcp":

@@ -153,11 +153,11 @@ class EngineClient:
 
         Raises OSError if the process or the directory cannot be made.
         """
-        home = make_home()
-        incarnation = new_incarnation()
-        socket: EngineSocket | None = None
-        try:
+        home, incarnation = make_home(), new_incarnation()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(shutil.rmtree, home, ignore_errors=True)
             socket = EngineSocket(f"ipc://{home / SOCKET}")
+            on_failure.callback(socket.close)
             orders = Orders(
                 endpoint=socket.endpoint,
                 incarnation=incarnation,
@@ -165,11 +165,7 @@ class EngineClient:
                 config=msgspec.Raw(to_json(config)),
             )
             process = await start(module, orders)
-        except BaseException:
-            if socket is not None:
-                socket.close()
-            shutil.rmtree(home, ignore_errors=True)
-            raise
+            on_failure.pop_all()
         return cls(incarnation, process, home, socket)
 
     @property
