@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -26,7 +26,7 @@ from effuse.config.checks import redis_url as check_redis_url
 from effuse.config.decoding import BIAS, Bounds
 from effuse.config.flags import CommandError, add_switch, flag_of, make_parser, typed
 from effuse.placement.records import check_name
-from effuse.protos.errors import EffuseError, from_rpc_error, lost
+from effuse.protos.errors import Draining, EffuseError, from_rpc_error, lost
 from effuse.protos.tls import TlsFiles
 
 Number = TypeVar("Number", int, float)
@@ -236,13 +236,14 @@ _TOKEN: Final = "--token-file or EFFUSE_TOKEN"
 
 
 @contextmanager
-def calling(target: str, accepts: str = _TOKEN) -> Iterator[None]:
+def calling(target: str, accepts: str = _TOKEN, *, has_answered: bool = False) -> Iterator[None]:
     """Turns the failure of a call to `target`, a router by default, into a CommandError. `accepts`
-    names the flags of the credentials that it accepts."""
+    names the flags of the credentials that it accepts. `has_answered`: an earlier call."""
     try:
         yield
     except (EffuseError, grpc.aio.AioRpcError) as error:
-        raise CommandError(explain(error, target, accepts)) from error
+        told = explain(error, target, accepts, has_answered=has_answered)
+        raise CommandError(told) from error
     except StreamBroken as error:
         raise CommandError(str(error)) from error
 
@@ -253,7 +254,28 @@ def client_of(target: str, credentials: Credentials, timeout_s: float) -> Client
     return Client(target, timeout_s=timeout_s, max_attempts=1, tls=shown.tls, token=shown.token)
 
 
-def explain(error: EffuseError | grpc.aio.AioRpcError, target: str, accepts: str = _TOKEN) -> str:
+@contextmanager
+def requests_to(target: str, credentials: Credentials, timeout_s: float) -> Iterator[Client]:
+    """A client for requests, which outlive their router. A look comes first, so that a fleet that
+    is not there is reported at once. Raises CommandError."""
+    with (
+        calling(target),
+        client_of(target, credentials, timeout_s) as look,
+        suppress(Draining),  # another router, or the next one, takes the requests
+    ):
+        look.models()
+    shown = credentials
+    with Client(target, timeout_s=timeout_s, tls=shown.tls, token=shown.token) as client:
+        yield client
+
+
+def explain(
+    error: EffuseError | grpc.aio.AioRpcError,
+    target: str,
+    accepts: str = _TOKEN,
+    *,
+    has_answered: bool = False,
+) -> str:
     """Why the call to `target` failed, on one line, with a remedy, for `calling`."""
     call = error.__cause__ if isinstance(error, EffuseError) else error
     found = error if isinstance(error, EffuseError) else from_rpc_error(error, target)
@@ -262,12 +284,12 @@ def explain(error: EffuseError | grpc.aio.AioRpcError, target: str, accepts: str
         status = cast("grpc.aio.AioRpcError", call)
         if str(from_rpc_error(status, target)).endswith(lost(status.code())):
             code, details = status.code(), status.details() or "no details"
-            text = _lost(code, details, target)
+            text = _lost(code, details, target, has_answered=has_answered)
     hint = f" ({accepts})" if code is grpc.StatusCode.UNAUTHENTICATED else ""
     return f"{code.name}: {text}{hint}"
 
 
-def _lost(code: grpc.StatusCode, details: str, target: str) -> str:
+def _lost(code: grpc.StatusCode, details: str, target: str, *, has_answered: bool) -> str:
     """Why no router answered; `details` are the gRPC library's."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return (
@@ -291,7 +313,5 @@ def _lost(code: grpc.StatusCode, details: str, target: str) -> str:
             f"no router answers on {target} ({reason}); "
             "'effuse up' starts a fleet, --target names another one"
         )
-    return (
-        f"{target} closed the connection ({reason}): did the router end, or does it need TLS "
-        "(--tls-ca)?"
-    )
+    doubt = "" if has_answered else ", or does it need TLS (--tls-ca)"
+    return f"{target} closed the connection ({reason}): did the router end{doubt}?"

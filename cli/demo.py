@@ -12,7 +12,14 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from effuse.cli.arguments import add_router, calling, client_of, command, credentials_of, whole
+from effuse.cli.arguments import (
+    add_router,
+    calling,
+    command,
+    credentials_of,
+    requests_to,
+    whole,
+)
 from effuse.cli.commands import FleetConfig
 from effuse.cli.fleet import Fleet
 from effuse.cli.generate import follow
@@ -50,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     demo = parse(argv)
     console = Console(highlight=False)
     end_as_by_ctrl_c()
-    with calling(demo.target or "the fleet of the demo"), _fleet(console, demo) as address:
+    with _fleet(console, demo) as address, calling(address, has_answered=True):
         right = solve(console, address, demo)
     console.print(f"\n{right} of {demo.problems} answers are right.", style="bold")
     if right < demo.problems:
@@ -111,7 +118,7 @@ def fleet_of(demo: Demo) -> FleetConfig:
 def solve(console: Console, address: str, demo: Demo) -> int:
     """Send the problems one after another; returns the number of right answers."""
     right = 0
-    with client_of(address, demo.credentials, _TIMEOUT_S) as client:
+    with requests_to(address, demo.credentials, _TIMEOUT_S) as client:
         for index in range(demo.problems):
             drawn = problem(demo.seed, index, "held_out")
             console.print(f"\nProblem {index + 1} (seed {demo.seed})", style="bold blue")

@@ -19,11 +19,11 @@ from effuse.cli.arguments import (
     add_knobs,
     add_router,
     calling,
-    client_of,
     command,
     credentials_of,
     file,
     params_from,
+    requests_to,
     seconds,
     text,
     token_ids,
@@ -156,7 +156,7 @@ def _prompts(parser: argparse.ArgumentParser, found: argparse.Namespace) -> list
 
 def run(job: GenerateJob) -> None:
     """Prints every answer. Raises CommandError."""
-    with client_of(job.target, job.credentials, job.timeout) as client:
+    with requests_to(job.target, job.credentials, job.timeout) as client:
         if job.begun is None:
             for at, prompt in enumerate(job.prompts):
                 _show_answer(client, job, prompt, at)
@@ -210,7 +210,7 @@ def _show_answer(client: Client, job: GenerateJob, prompt: Prompt, at: int) -> A
         prompt_progress=job.watch,
     )
     names = answer_names(1 if job.chat else len(job.prompts), job.params.n or 1, at)
-    with calling(job.target):
+    with calling(job.target, has_answered=True):
         stream = client.stream_of(request)
         answer = stream.answer if job.json else _print_answers(stream, job, names)
     if job.json:

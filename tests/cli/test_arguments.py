@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 from effuse.cli import arguments
 from effuse.cli.__main__ import main
 from effuse.client.client import Client
+from effuse.client.credentials import Credentials
+from effuse.config.flags import CommandError
 from effuse.protos.errors import DETAILS_KEY, EffuseError, Unauthenticated, Unavailable, to_status
 
 
@@ -174,6 +177,23 @@ _HELP = "'effuse up' starts a fleet, --target names another one"
 def test_one_text_for_each_way_in_which_no_router_answers(details: str, told: str) -> None:
     error = _failed(grpc.StatusCode.UNAVAILABLE, details)
     assert arguments.explain(error, "h:1") == f"UNAVAILABLE: {told}"
+
+
+def test_a_router_that_has_answered_needs_no_tls() -> None:
+    error = _failed(grpc.StatusCode.UNAVAILABLE, f"{_UNREACHED}Socket closed")
+    assert arguments.explain(error, "h:1", has_answered=True) == (
+        "UNAVAILABLE: h:1 closed the connection (Socket closed): did the router end?"
+    )
+
+
+def test_a_request_to_a_fleet_that_is_not_there_fails_at_once() -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(CommandError, match=r"no router answers on 127\.0\.0\.1:1"),
+        arguments.requests_to("127.0.0.1:1", Credentials(), 60),
+    ):
+        pass
+    assert time.monotonic() - began < 5  # a request would be repeated for over 10 s
 
 
 def test_a_routers_own_words_are_shown_with_the_flag_that_it_asks_for() -> None:

@@ -286,8 +286,15 @@ def test_figures_have_the_tokens_that_were_cached() -> None:
 
 
 def test_ctrl_c_leaves_a_chat_that_waits_for_what_the_user_says() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        await asyncio.to_thread(_interrupt_chat, f"127.0.0.1:{fleet.router.ports.grpc}")
+
+    router.fakes.run(body)
+
+
+def _interrupt_chat(target: str) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-P", "-m", "effuse.cli", "generate", "--chat"]
+    command = [sys.executable, "-P", "-m", "effuse.cli", "generate", "--chat", "--target", target]
     child = subprocess.Popen(command, stdin=theirs, stderr=subprocess.PIPE)
     try:
         assert child.stderr is not None
