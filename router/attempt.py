@@ -21,6 +21,7 @@ from effuse.router.calls import DecodeCall, PrefillCall, read_message
 from effuse.router.client import ClientGone, Listener, commit_of, draft_of, progress_of
 from effuse.router.failures import Failure, FailureKind, judge
 from effuse.router.fleet import AttemptShare
+from effuse.router.measures import num_left_out
 from effuse.router.policy import Placement
 from effuse.router.request import BrokenStream, Request
 from effuse.router.request_states import Event, IllegalRequestEvent, State
@@ -293,15 +294,16 @@ class Attempt:
         self._moved_on_at = now
         measured = self._router.steering.of(request.asked.model.name).measured
         costs, tokens = request.costs, len(request.prompt.token_ids)
+        left_out = partial(num_left_out, request.asked.model, tokens)
         check = partial(self._router.fleet.prompts.check, costs.known)
         if placement.prefill is None:
             if verified.compute_s and not (placement.shares_prompt or request.answer.token_ids):
                 cached, compute_s = verified.cached_tokens, verified.compute_s
-                measured.note_prompt(None, tokens, cached, compute_s, now)
+                measured.note_prompt(None, tokens, left_out(cached), compute_s, now)
                 check(placement.decode.life, cached)
         elif costs.compute_s:
-            life, end = placement.prefill.life, costs.prefilled
-            measured.note_prompt(life, tokens, costs.cached_tokens, costs.compute_s, end)
+            life, end, rest = placement.prefill.life, costs.prefilled, left_out(costs.cached_tokens)
+            measured.note_prompt(life, tokens, rest, costs.compute_s, end)
             if self._writer is not None:
                 measured.note_handoff(tokens, verified.bytes)
             check(life, costs.cached_tokens)

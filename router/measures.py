@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from effuse.placement.records import ModelInfo
 from effuse.router.planner import AnswerPace, PromptTime, Times, Workload
 
 BIN_S: Final = 2.0
@@ -151,6 +152,13 @@ class CommitTimes:
         return AnswerPace(batch, rate, gap_s, self.context / self.number)
 
 
+def num_left_out(model: ModelInfo, tokens: int, cached: int) -> int:
+    """How many tokens of a prompt no worker computes: those that were cached, and the end of a
+    block-causal prompt, which is in the answer's first block."""
+    is_causal = model.prompt_attention == "causal_blocks"
+    return min(tokens, cached + (tokens % model.block_size if is_causal else 0))
+
+
 class Measured:
     """The times of a model's workers; workers of one model count as equal."""
 
@@ -160,32 +168,33 @@ class Measured:
             tuple[int, int], CommitTimes
         ] = {}  # by half a doubling of batch, and context
         self._busy_until: dict[object, float] = {}
-        self._computed, self._cached = 0.0, 0.0  # tokens
+        self._computed, self._left_out = 0.0, 0.0  # tokens
         self._moved, self._bytes = 0.0, 0.0  # tokens, and the bytes of their pages
 
     @property
     def hits(self) -> float:
-        """Share of prompt tokens that caches had."""
-        return self._cached / max(1.0, self._computed + self._cached)
+        """Share of prompt tokens that need no computing."""
+        return self._left_out / max(1.0, self._computed + self._left_out)
 
     def note_prompt(
-        self, life: object, tokens: int, cached: int, seconds: float, end: float
+        self, life: object, tokens: int, left_out: int, seconds: float, end: float
     ) -> None:
-        """A worker has computed a prompt in the `seconds` before `end`, without its first `cached`
-        tokens. Only the time since the last prompt's end counts, because a worker computes several
-        at once. `life` is None if the seconds are those of this prompt only."""
-        self._computed, self._cached = _decayed(self._computed, self._cached, 1e6)
-        self._computed, self._cached = self._computed + tokens - cached, self._cached + cached
+        """A worker has computed a prompt in the `seconds` before `end`, except for `left_out` of
+        its tokens. Only the time since the last prompt's end counts, because a worker computes
+        several at once. `life` is None if the seconds are those of this prompt only."""
+        self._computed, self._left_out = _decayed(self._computed, self._left_out, 1e6)
+        self._computed += tokens - left_out
+        self._left_out += left_out
+        if tokens <= left_out:
+            return
         before = self._busy_until.get(life, -math.inf)
         if life is not None:
             self._busy_until[life] = max(before, end)
-        if tokens <= cached:
-            return
         busy_s = max(0.0, min(seconds, end - before))
-        sums = self._prompts.setdefault(round(math.log2(tokens - cached)), [0.0, 0.0, 0.0])
+        sums = self._prompts.setdefault(round(math.log2(tokens - left_out)), [0.0, 0.0, 0.0])
         if sums[0] >= MOST_WEIGHT:
             sums[:] = (one / 2 for one in sums)
-        for at, more in enumerate((1.0, tokens - cached, busy_s)):
+        for at, more in enumerate((1.0, tokens - left_out, busy_s)):
             sums[at] += more
 
     def note_handoff(self, tokens: int, num_bytes: int) -> None:

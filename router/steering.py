@@ -145,7 +145,7 @@ class ModelPlan:
 
     def lines(self) -> list[str]:
         if self.planner is None or self.roles.plan is None or self.desired.plan is None:
-            return ["no plan yet: too few requests have been measured", *self.notes]
+            return ["no plan yet: too few prompts or gaps have been measured", *self.notes]
         wanted = self.desired.plan
         return [
             *reasons(self.planner, self.roles.plan),

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
+from router.asking import ask
+from router.fakes import FakeFleet, run
 
+from effuse.placement.records import PromptAttention
 from effuse.router.measures import LoadLog, Measured
 
 
@@ -97,6 +101,39 @@ def test_prompts_are_kept_by_length_and_hits_apart() -> None:
     assert (short.tokens, short.seconds) == pytest.approx((500, 0.01))
     assert (long.tokens, long.seconds) == pytest.approx((4000, 0.2))
     assert measured.hits == pytest.approx(4000 / 8500, rel=0.01)
+
+
+def test_a_prompt_of_which_nothing_is_computed_takes_no_time_of_others() -> None:
+    measured = Measured()
+    measured.note_prompt("p", 11, 11, 0.0001, 1.9)
+    measured.note_prompt("p", 1000, 0, 1.0, 2.0)
+    (one,) = measured.times(0, 0).prompts
+    assert (one.tokens, one.seconds) == pytest.approx((1000, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("attention", "block_size", "computed"),
+    [("bidirectional", 4, 9), ("causal_blocks", 4, 6), ("causal_blocks", 16, None)],
+)
+def test_only_tokens_that_a_worker_has_computed_have_a_time(
+    attention: PromptAttention, block_size: int, computed: int | None
+) -> None:
+    """Of 11 tokens, of which a cache had 2. The last block of a block-causal prompt is decode's."""
+
+    async def body(fleet: FakeFleet) -> None:
+        for worker in fleet.workers:
+            model = msgspec.structs.replace(
+                worker.record.model, prompt_attention=attention, block_size=block_size
+            )
+            worker.record = msgspec.structs.replace(worker.record, model=model)
+        await fleet.announce()
+        assert (await ask(fleet)).usage.prompt_tokens == 11
+        measured = fleet.router.steering.of("fake").measured
+        found = [one.tokens for one in measured.times(0, 0).prompts]
+        assert found == ([] if computed is None else [computed])
+        assert measured.hits == pytest.approx(1 - (computed or 0) / 11)
+
+    run(body)
 
 
 def test_a_pace_is_that_of_the_whole_batch() -> None:

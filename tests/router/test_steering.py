@@ -324,6 +324,6 @@ def test_a_kind_of_work_without_a_worker_gets_one_before_there_is_a_plan(
 
 
 def test_a_plan_needs_measurements() -> None:
-    assert ModelPlan().lines() == ["no plan yet: too few requests have been measured"]
+    assert ModelPlan().lines() == ["no plan yet: too few prompts or gaps have been measured"]
     assert Split(1, 2).workers == 3
     assert LOAD.context == 1064
