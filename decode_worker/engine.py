@@ -324,7 +324,7 @@ class DecodeEngine:
         request.is_verified = True
         if request.sequence.committed_len == request.sequence.first_block_start:
             request.prompt_boundary = request.boundary
-        num_computed = request.sequence.prompt_len - request.units.num_tokens
+        num_computed = max(0, request.sequence.first_block_start - request.units.num_tokens)
         self._outbox.add(
             Verified(
                 attempt=request.asked.attempt,

@@ -242,10 +242,7 @@ class Stream:
         return has_moved
 
     def run(self) -> None:
-        for _ in range(5000):
-            if not self.step():
-                return
-        raise AssertionError("still busy")
+        assert any(not self.step() for _ in range(5000)), "still busy"
 
     def longest_gap(self, name: str) -> float:
         seen = self.commits[f"transfer-{name}"]
@@ -344,8 +341,7 @@ def test_an_engine_offers_the_room_of_a_new_gap(twin: Twin) -> None:
     assert load.prompt_rate == pytest.approx(load.prompt_piece / 0.1, rel=0.02)
     stream.run()
     stream.step()
-    idle = stream.rig.engine.load()
-    assert 0.5 * most <= idle.prompt_piece <= (SAFE * 0.1 - STEP_S) / TOKEN_S
+    assert 0.5 * most <= stream.rig.engine.load().prompt_piece <= (SAFE * 0.1 - STEP_S) / TOKEN_S
     stream.gap_s = None  # nobody's gap has an objective now
     stream.start("c", 12)
     stream.run()
@@ -366,16 +362,18 @@ def test_an_answer_without_a_block_leaves_the_room_of_its_gaps_to_come(twin: Twi
 def test_commits_report_the_time_for_prompts_and_the_batch(twin: Twin) -> None:
     stream = warmed(twin, None)
     begun = len(stream.commits["transfer-a"])
-    stream.start("p", 40)
+    for name, length in (("p", 40), ("s", 3)):
+        stream.start(name, length)
     stream.run()
     costs = stream.rig.answers["transfer-a"].commits[begun:]
     moments = pairwise(stream.commits["transfer-a"][begun - 1 :])
     assert max(one.prompts_s for one in costs) == pytest.approx(40 * TOKEN_S, rel=0.2)
     for (before, after), cost in zip(moments, costs, strict=True):
         assert after - before - cost.prompts_s == pytest.approx(2 * STEP_S, rel=0.1)
-    assert {one.batch for one in costs} <= {1, 2, 3} and costs[0].batch >= 2
-    (told,) = stream.rig.answers["transfer-p"].of(Verified)
-    assert isinstance(told, Verified) and told.compute_s == pytest.approx(0.04, rel=0.3)
+    assert {one.batch for one in costs} <= {1, 2, 3, 4} and costs[0].batch >= 2
+    for name, expected in (("p", 0.04), ("s", 0.0 if is_cut(twin) else 0.003)):
+        (told,) = stream.rig.answers[f"transfer-{name}"].of(Verified)
+        assert isinstance(told, Verified) and told.compute_s == pytest.approx(expected, 0.3, 0.002)
 
 
 def test_counters_of_own_prompts(twin: Twin) -> None:
