@@ -27,6 +27,7 @@ from effuse.cli.arguments import (
 )
 from effuse.config.checks import UNREADABLE
 from effuse.config.flags import CommandError
+from effuse.config.words import plain
 from effuse.placement.records import U32
 from effuse.protos.channels import fields_of
 from effuse.router.planner import (
@@ -36,10 +37,9 @@ from effuse.router.planner import (
     Split,
     Times,
     Workload,
-    named,
-    reasons,
 )
 from effuse.router.policy import PrefillMode
+from effuse.router.reasons import needed, reasons
 from effuse.v1 import monitor_pb2
 
 _LOAD = ("rate", "prompt", "answer")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         with calling(asked.target), client_of(asked.target, shown, asked.timeout) as client:
             sheets = [_sheet_of(one) for one in client.plans()]
-    sheets = [planned(one, asked) for one in _chosen(sheets, asked.model)]
+    sheets = [planned(one, asked) for one in _chosen(sheets, asked.model, asked.times)]
     if asked.json:
         print(json.dumps(msgspec.to_builtins(sheets), indent=1))
     else:
@@ -148,17 +148,23 @@ def _with_plans(sheet: Sheet) -> Sheet:
     try:
         desired = planner.within_cost(rate).least(rate)
     except ValueError as error:
-        raise CommandError(f"--rate {sheet.workload.rate:g}: {error}") from error
+        raise CommandError(f"--rate {plain(sheet.workload.rate)}: {error}") from error
     roles = planner.within_reach(sheet.workers).best(sheet.workers) if sheet.workers else None
     lines = [
         *reasons(planner, roles or desired),
-        f"the load needs {named(desired)}, which sustain {desired.rate:.3g} requests a second",
+        needed(desired),
     ]
     return replace(sheet, roles=roles, desired=desired, lines=tuple(lines))
 
 
-def _chosen(sheets: Sequence[Sheet], model: str | None) -> list[Sheet]:
+def _chosen(sheets: Sequence[Sheet], model: str | None, path: Path | None) -> list[Sheet]:
+    """Those of this model, or of all; `path` is the file that has them, if one has."""
     found = [one for one in sheets if model in (None, one.model)]
+    if not sheets and path is not None:
+        raise CommandError(f"{path}: expected at least one plan, got an empty list")
+    if not found and path is not None:
+        names = ", ".join(sorted({repr(one.model) for one in sheets}))
+        raise CommandError(f"--model: expected a model of {path} ({names}), got {model!r}")
     if not found and model is not None:
         raise CommandError(f"--model: expected a model that had requests, got {model!r}")
     if not found:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from effuse.config.decoding import Priority
+from effuse.config.words import counted
 from effuse.protos.errors import EffuseError, Overloaded
 from effuse.router.tenants import FairQueue, Turn
 from effuse.router.validation import Asked
@@ -300,7 +301,8 @@ class Admission:
         late_s = slots.holds.late_s(need.left_s, need.size, behind, slots.pace)
         if behind > 0 and late_s > 0:
             own = "" if need.num_answers == 1 else f" and it has {need.num_answers} answers"
-            raise self._shed(f"{ahead} requests wait ahead of it{own}", need.left_s, late_s)
+            wait = "request waits" if ahead == 1 else "requests wait"
+            raise self._shed(f"{ahead} {wait} ahead of it{own}", need.left_s, late_s)
 
     def _num_beyond(self, slots: ModelSlots) -> int:
         """Slots held beyond those that there are, by answers without a seat yet; below 0 as many
@@ -316,9 +318,11 @@ class Admission:
         )
 
     def _refusal(self) -> Overloaded:
+        verbs = ["is" if one == 1 else "are" for one in (self.num_running, self.num_waiting)]
+        running = f"{counted(self.num_running, 'request')} {verbs[0]} running"
         return Overloaded(
-            f"{self.num_running} requests are running and {self.num_waiting} are waiting, which is "
-            "this router's limit; try again later",
+            f"{running} and {self.num_waiting} {verbs[1]} waiting, which is this router's limit; "
+            "try again later",
             retry_after_s=1.0,
         )
 

@@ -262,7 +262,9 @@ class Planner(Struct, frozen=True, dict=True):
         while self.best(high, rate).rate < rate:
             high *= 2
             if high > MOST_WORKERS:
-                raise ValueError("no number of workers meets the objectives")
+                is_bounded = self.best(MOST_WORKERS).rate > 0
+                few = f"it needs more than {MOST_WORKERS:,} workers, the most that a plan has"
+                raise ValueError(few if is_bounded else "no number of workers meets the objectives")
         fewer = range(high // 2 + 1, high)
         low = fewer.start + bisect_left(fewer, rate, key=lambda each: self.best(each, rate).rate)
         return self.best(low, rate)
@@ -285,13 +287,13 @@ class Planner(Struct, frozen=True, dict=True):
             BatchBounds(
                 one.batch,
                 one.tokens_per_second / self.workload.answer,
-                self._most_help(one),
+                self.most_help(one),
                 left_s - one.gap_s,
             )
             for one in self.fitting
         ]
 
-    def _most_help(self, pace: AnswerPace) -> float:
+    def most_help(self, pace: AnswerPace) -> float:
         """Most of its time that a decode worker can spend on prompts in this batch."""
         if self.mode == "remote":
             return 0.0
@@ -321,69 +323,3 @@ class Planner(Struct, frozen=True, dict=True):
         inner = sorted(one for one in near if 0 < one < workers)
         # If no batch keeps the objectives, each split sustains nothing.
         yield from inner or [1] * (self.mode == "remote" and workers > 1)
-
-
-def reasons(planner: Planner, chosen: Split) -> list[str]:
-    """Why a split was chosen, as lines for an operator."""
-    kept = planner.within_reach(chosen.workers)
-    workload, objectives = planner.workload, planner.objectives
-    lines = [
-        f"load: {workload.rate:.3g} requests a second with prompts of {workload.prompt:.0f} tokens "
-        f"and answers of {workload.answer:.0f}"
-    ]
-    if kept.objectives != objectives:
-        lost = _lost(objectives, kept.objectives)
-        lines.append(f"left out, because {named(chosen)} cannot meet it: {lost}")
-    pace = next((one for one in kept.fitting if one.batch == chosen.batch), None)
-    each_s = planner.prompt_s
-    lines.append(f"a worker computes a prompt in {1e3 * each_s:.3g} ms: {1 / each_s:.3g} a second")
-    if pace is not None:
-        limit_s = kept.gap_limit_s
-        bound = "" if math.isinf(limit_s) else f", within {1e3 * limit_s:.3g} ms"
-        lines.append(
-            f"a decode worker answers {pace.tokens_per_second / workload.answer:.3g} requests a "
-            f"second in batches of {pace.batch:.3g}, with gaps of {1e3 * pace.gap_s:.3g} ms{bound}"
-        )
-    if chosen.prefill and kept.handoff_s > each_s:
-        lines.append(f"links are slower: its pages take {1e3 * kept.handoff_s:.3g} ms to move")
-    return [
-        *lines,
-        _help(kept, chosen),
-        f"{named(chosen)} sustain {chosen.rate:.3g} requests a second",
-    ]
-
-
-def named(chosen: Split) -> str:
-    """The workers of a split, in words."""
-    if not chosen.prefill:
-        return f"{chosen.decode} workers that do both"
-    return f"{chosen.prefill} prefill and {chosen.decode} decode workers"
-
-
-def _lost(wanted: Objectives, kept: Objectives) -> str:
-    forms = {
-        "first_block_s": "a first block within {:g} s",
-        "gap_s": "gaps within {:g} s",
-        "gap_ratio": "gaps within {:g} times the shortest",
-    }
-    lost = [
-        forms[name].format(getattr(wanted, name))
-        for name in wanted.__struct_fields__
-        if getattr(wanted, name) != getattr(kept, name)
-    ]
-    return ", ".join(lost)
-
-
-def _help(kept: Planner, chosen: Split) -> str:
-    if not chosen.prefill:
-        return "no other roles sustain more" if chosen.rate else "no roles meet the objectives"
-    if chosen.share >= 0.005:
-        return f"decode workers compute {chosen.share:.0%} of the prompts"
-    if any(one.batch == chosen.batch and kept._most_help(one) > 0 for one in kept.fitting):
-        return "decode workers compute no prompts, because they have no time left"
-    if kept.mode == "remote":
-        return "decode workers compute no prompts, because of --prefill remote"
-    return (
-        f"decode workers compute no prompts, because {1e3 * kept.piece_s:.3g} ms in one forward "
-        "would lengthen gaps too much"
-    )

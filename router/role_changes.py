@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, get_args
 
 from effuse.placement.records import Kind, Role, WorkerRecord
 from effuse.protos.errors import EffuseError, Refused
-from effuse.router.planner import Split, named
+from effuse.router.planner import Split
 from effuse.router.policy import WorkerLife
+from effuse.router.reasons import sustaining
 from effuse.router.sizes import room_of
 from effuse.router.steering import is_free
 
@@ -190,8 +191,7 @@ class RoleDriver:
         if any(one.life in self._under_way for one in records):
             return
         resting = [life for life, (_, until) in self._failed.items() if until > now]
-        bears = f"{named(plan)} sustain {plan.rate:.3g} requests a second"
-        why = bears if plan.rate else "no worker does some kind of work"
+        why = sustaining(plan) if plan.rate else "no worker does some kind of work"
         asked = changes(plan, records, resting)
         await asyncio.gather(*(self._change(one, why) for one in asked))
 

@@ -24,10 +24,9 @@ from effuse.router.planner import (
     Planner,
     Split,
     Workload,
-    named,
-    reasons,
 )
 from effuse.router.policy import Candidate, Condition, PrefillMode
+from effuse.router.reasons import needed, reasons
 
 LOOK_S: Final = 1.0
 """How often plans are made."""
@@ -146,10 +145,9 @@ class ModelPlan:
     def lines(self) -> list[str]:
         if self.planner is None or self.roles.plan is None or self.desired.plan is None:
             return ["no plan yet: too few prompts or gaps have been measured", *self.notes]
-        wanted = self.desired.plan
         return [
             *reasons(self.planner, self.roles.plan),
-            f"the load needs {named(wanted)}, which sustain {wanted.rate:.3g} requests a second",
+            needed(self.desired.plan),
             *self.notes,
         ]
 

@@ -34,7 +34,7 @@ def test_a_plan_of_measured_times_and_a_given_load(
     assert main(["plan", "--times", times, *LOAD, "--workers", "6", "--gap-within", "0.08"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "the plan:",
-        "  load: 30 requests a second with prompts of 1000 tokens and answers of 128",
+        "  load: 30 requests a second with prompts of 1,000 tokens and answers of 128",
         "  a worker computes a prompt in 50 ms: 20 a second",
         "  a decode worker answers 20 requests a second in batches of 8, with gaps of 70 ms, "
         "within 80 ms",
@@ -64,7 +64,7 @@ def test_a_written_plan_is_read_again(times: str, capsys: pytest.CaptureFixture[
     [
         (b"", "Input data was truncated"),
         (b"\xff\xfe", "malformed"),
-        (b"[]", "no plan yet"),
+        (b"[]", "expected at least one plan, got an empty list"),
         (b"[" * 100_000, ""),
         (b'{"prompts": []}', "missing required field `times`"),
         (b'{"times": {"prompts": [{"tokens": 0, "seconds": 1}]}}', "times.prompts[0].tokens"),
@@ -113,7 +113,19 @@ def test_a_load_that_no_number_of_workers_bears(
     load = ("--rate", "1e9", "--prompt", "1e6", "--output", "1e6")
     assert main(["plan", "--times", times, *load]) == 1
     assert capsys.readouterr().err == (
-        "effuse plan: --rate 1e+09: no number of workers meets the objectives\n"
+        "effuse plan: --rate 1,000,000,000: it needs more than 1,048,576 workers, the most that a "
+        "plan has\n"
+    )
+
+
+def test_a_model_that_a_file_does_not_have_is_refused_with_those_that_it_has(
+    times: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheets = [{"times": TIMES, "model": name} for name in ("b", "a")]
+    Path(times).write_text(json.dumps(sheets))
+    assert main(["plan", "--times", times, *LOAD, "--model", "foo"]) == 1
+    assert capsys.readouterr().err == (
+        f"effuse plan: --model: expected a model of {times} ('a', 'b'), got 'foo'\n"
     )
 
 
@@ -134,7 +146,7 @@ def test_flags_replace_parts_of_a_router_s_load(capsys: pytest.CaptureFixture[st
         at = ("--target", target)
         assert main(["plan", "--model", "large", "--prompt", "3000", *at]) == 0
         shown = capsys.readouterr().out
-        assert "prompts of 3000 tokens and answers of 128" in shown
+        assert "prompts of 3,000 tokens and answers of 128" in shown
         assert "4 prefill and 2 decode workers" in shown
         assert main(["plan", "--model", "none", *at]) == 1
         assert "expected a model that had requests, got 'none'" in capsys.readouterr().err

@@ -207,7 +207,7 @@ def test_a_queue_is_full_of_answers() -> None:
             late = asyncio.create_task(wait("a", 3, 2))
             await turns()
             assert admission.num_waiting == 6
-            with pytest.raises(Overloaded, match="1 requests are running and 6 are waiting"):
+            with pytest.raises(Overloaded, match="1 request is running and 6 are waiting"):
                 admission.check(SlotNeed(tenant="a"))
             with pytest.raises(Overloaded):  # it would have as many itself
                 admission.check(SlotNeed(tenant="b", num_answers=4))

@@ -22,8 +22,8 @@ from effuse.router.planner import (
     Split,
     Times,
     Workload,
-    reasons,
 )
+from effuse.router.reasons import named, reasons, sustaining
 
 MEASURED: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "benchmarks/gpu_xpyd.json").read_text()
@@ -194,7 +194,7 @@ def test_a_gap_that_was_too_short_to_measure_leaves_no_room_for_prompts() -> Non
 def test_reasons_have_load_times_bounds_and_the_result() -> None:
     bounds = planner(objectives=Objectives(gap_s=0.08))
     assert reasons(bounds, bounds.best(4)) == [
-        "load: 20 requests a second with prompts of 1000 tokens and answers of 128",
+        "load: 20 requests a second with prompts of 1,000 tokens and answers of 128",
         "a worker computes a prompt in 50 ms: 20 a second",
         "a decode worker answers 20 requests a second in batches of 8, with gaps of 70 ms, "
         "within 80 ms",
@@ -203,6 +203,16 @@ def test_reasons_have_load_times_bounds_and_the_result() -> None:
         "2 prefill and 2 decode workers sustain 40 requests a second",
     ]
     assert "decode workers compute 58% of the prompts" in reasons(planner(), planner().split(1, 3))
+
+
+def test_one_worker_is_singular_and_numbers_are_written_out() -> None:
+    assert named(Split(0, 1)) == "1 worker that does both"
+    assert named(Split(1, 3)) == "1 prefill worker and 3 decode workers"
+    alone = Split(0, 1, rate=44_321.0)
+    assert sustaining(alone) == "1 worker that does both sustains 44,300 requests a second"
+    instant = replace(EVEN, prompts=(PromptTime(1000, 0.0000225),))
+    lines = reasons(quick := planner(times=instant), quick.best(4))
+    assert "a worker computes a prompt in 0.0225 ms: 44,400 a second" in lines
 
 
 def test_times_are_linear_between_lengths_and_contexts() -> None:
@@ -219,8 +229,10 @@ def test_times_are_linear_between_lengths_and_contexts() -> None:
 
 
 def test_a_rate_that_no_number_bears_is_refused() -> None:
-    with pytest.raises(ValueError, match="no number of workers"):
+    with pytest.raises(ValueError, match="more than 1,048,576 workers"):
         planner().least(math.inf)
+    with pytest.raises(ValueError, match="no number of workers meets"):
+        planner(objectives=Objectives(gap_s=0.02)).least(1.0)
 
 
 def test_a_plan_for_ten_thousand_workers_is_found_in_few_splits() -> None:

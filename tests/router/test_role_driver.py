@@ -128,7 +128,7 @@ def test_a_plan_is_carried_out_one_worker_after_another(caplog: pytest.LogCaptur
         told = [text for text in caplog.messages if "is now" in text]
         assert told[0] == (
             "w0 is now prefill, and was both: "
-            "1 prefill and 2 decode workers sustain 20 requests a second"
+            "1 prefill worker and 2 decode workers sustain 20 requests a second"
         )
         assert len(told) == 3
 

@@ -108,7 +108,7 @@ def test_what_finds_neither_a_seat_nor_room_to_wait_is_refused() -> None:
             await ask(fleet)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         error = errors.from_rpc_error(caught.value, "router")
-        assert "1 requests are running and 1 are waiting" in error.message
+        assert "1 request is running and 1 is waiting" in error.message
         assert error.retry_after_s
         go.set()
         await asyncio.gather(*asking)
