@@ -117,7 +117,10 @@ def is_unicode(given: str) -> bool:
 
 
 def token_ids(given: str) -> list[int]:
-    return [int(_TOKEN_ID(one)) for one in given.split(",")]
+    parts = given.split(",")
+    if not all(map(str.strip, parts)):
+        raise argparse.ArgumentTypeError(f"expected ids with commas between them, got {given!r}")
+    return [int(_TOKEN_ID(one)) for one in parts]
 
 
 def seconds(given: str) -> float:

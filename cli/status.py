@@ -27,6 +27,7 @@ from effuse.cli.arguments import (
 from effuse.cli.watch import MASK
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
+from effuse.config.words import counted, split_of
 from effuse.protos.channels import fields_of, numbers_of
 from effuse.protos.errors import EffuseError
 from effuse.v1 import model_pb2, monitor_pb2
@@ -144,7 +145,9 @@ def defaults_by_source(model: model_pb2.Model) -> dict[str, list[str]]:
     """The model's defaults, such as "temperature 0.6", by the source that they are from."""
     by_source: dict[str, list[str]] = {}
     for one in model.defaults.sources:
-        text = f"{one.knob} {_default(model, one.knob)}".strip()
+        value = _default(model, one.knob)
+        is_one = one.knob == "eos_token_ids" and " " not in value
+        text = f"{'eos_token_id' if is_one else one.knob} {value}".strip()
         by_source.setdefault(one.source, []).append(text)
     return by_source
 
@@ -210,10 +213,14 @@ def _quarantine(worker: model_pb2.Worker, held: model_pb2.WorkerQuarantine) -> s
 
 def _summary(workers: Sequence[model_pb2.Worker]) -> str:
     ready = [worker for worker in workers if worker.state == model_pb2.WORKER_STATE_READY]
-    counts = [(sum(one.role == role for one in ready), name) for role, name in _ROLES.items()]
-    # Only a fleet that has them names those that do both, and then no role without workers.
-    shown = [one for one in counts if one[0]] if counts[-1][0] else counts[:-1]
-    text = f"{' and '.join(f'{count} {name}' for count, name in shown)} workers are ready"
+    prefill, decode, both = (sum(one.role == role for one in ready) for role in _ROLES)
+    text = split_of(prefill, decode)
+    if both:  # then no role without workers is named
+        roles = ((prefill, "prefill worker"), (decode, "decode worker"))
+        shown = [counted(number, noun) for number, noun in roles if number]
+        do = "prefills and decodes" if both == 1 else "prefill and decode"
+        text = " and ".join([*shown, f"{counted(both, 'worker')} that {do}"])
+    text += " is ready" if len(ready) == 1 and both else " are ready"
     return text if any(map(_can_answer, workers)) else f"{text}: no worker can answer a request"
 
 

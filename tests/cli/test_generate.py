@@ -107,6 +107,7 @@ def test_without_a_prompt_standard_input_is_one(monkeypatch: pytest.MonkeyPatch)
     [
         ([], "expected PROMPT, --file, --ids, --chat or text on standard input"),
         (["--ids", "1,x"], "expected 0 to 4294967295, got 'x'"),
+        (["--ids", "1,,2"], "expected ids with commas between them, got '1,,2'"),
         (["--ids", "1,-2"], "expected 0 to 4294967295, got -2"),
         (["--ids", "1", "--chat"], "--ids: expected text with --chat"),
         (["a", "--system", "b"], "expected together with --chat"),

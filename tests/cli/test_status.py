@@ -48,7 +48,21 @@ def test_a_line_for_each_worker() -> None:
         "prefill-0 to decode-1: tcp, 1.2 GB/s, refused",
         "decode-0: 4 pages in quarantine for 42 s, until 10.0.0.7:50052 releases them",
     ]
-    assert summary == "1 prefill and 1 decode workers are ready"
+    assert summary == "1 prefill worker and 1 decode worker are ready"
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        ("b", "1 worker that prefills and decodes is ready"),
+        ("bb", "2 workers that prefill and decode are ready"),
+        ("db", "1 decode worker and 1 worker that prefills and decodes are ready"),
+        ("ppdd", "2 prefill and 2 decode workers are ready"),
+    ],
+)
+def test_the_last_line_counts_ready_workers(roles: str, told: str) -> None:
+    of = {"p": PREFILL, "d": DECODE, "b": pb.Worker(role=pb.WORKER_ROLE_BOTH, state=DECODE.state)}
+    assert as_text([of[one] for one in roles]).splitlines()[-1] == told
 
 
 def test_a_worker_of_several_devices_shows_how_many() -> None:
@@ -110,6 +124,8 @@ def test_where_defaults_are_from() -> None:
     assert third == "m took top_p 0.95 from --a-flag"
     assert fourth == "m took a knob that is not known here from another version"
     assert fifth == "m took eos_token_ids 7 8 from config.json"
+    del model.eos_token_ids[1:]
+    assert "m took eos_token_id 7 from config.json" in as_text([DECODE], [model])
 
 
 def test_json_holds_every_field() -> None:
@@ -139,7 +155,7 @@ def test_a_running_fleet_of_which_no_worker_takes_another_role(
         assert "always a decode worker" in capsys.readouterr().err
     assert told["decode-0"]["total_pages"] == 256
     assert told["prefill-0"]["links"][0]["transport"] == "cma"  # NIXL, which auto chooses here
-    assert "1 prefill and 1 decode workers are ready" in shown
+    assert "1 prefill worker and 1 decode worker are ready" in shown
     places = [f"gRPC: {fleet.config.host}", "page: http://127.0.0.1:9/", f"metrics: {metrics}"]
     assert all(f"\n{place}" in shown for place in places)
 

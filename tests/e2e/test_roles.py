@@ -136,7 +136,7 @@ def test_the_command_changes_a_role_and_the_table_shows_it(
 
     def is_shown() -> bool:
         assert main(["status", *target]) == 0
-        return "2 prefill and 1 decode workers are ready" in capsys.readouterr().out
+        return "2 prefill workers and 1 decode worker are ready" in capsys.readouterr().out
 
     wait_until(is_shown, "the router does not see it")
     assert main(["role", "worker-9", "both", *target]) == 1
