@@ -1,5 +1,7 @@
 """Ports of this machine: free ones, taken ones, and one reserved for routers to share."""
 
+import errno
+import os
 import random
 import socket
 from collections.abc import Iterable
@@ -8,6 +10,10 @@ from pathlib import Path
 from typing import Final
 
 _LOWEST: Final = 20_000
+_OTHERS: Final = (
+    "; --port, --http-port, --page-port, --metrics-port and --health-port take other ports, and "
+    "with 0 free ones"
+)
 _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -27,17 +33,23 @@ def free_port() -> int:
 
 
 def check_ports(places: Iterable[tuple[str, int]]) -> None:
-    """Raises OSError that names host and port, unless all of them can be bound together."""
+    """Raises OSError that names each of these that cannot be bound together with the others."""
     asked: set[int] = set()
+    failed: dict[str, list[str]] = {}  # places by reason
     with ExitStack() as held:
         for host, port in places:
             try:
                 server = socket.create_server(_bare(host, port), family=_family(host))
             except OSError as error:
                 for_two = " for two things" if port in asked else ""
-                raise OSError(f"cannot listen on {host}:{port}{for_two}: {error}") from error
-            held.enter_context(server)
-            asked.add(port)
+                failed.setdefault(_reason(error), []).append(f"{host}:{port}{for_two}")
+            else:
+                held.enter_context(server)
+                asked.add(port)
+    if failed:
+        each = [f"{' and '.join(those)}: {reason}" for reason, those in failed.items()]
+        remedy = _OTHERS if os.strerror(errno.EADDRINUSE) in failed else ""
+        raise OSError(f"cannot listen on {', nor on '.join(each)}{remedy}")
 
 
 def hold_port(host: str, port: int) -> socket.socket:
@@ -57,8 +69,14 @@ def hold_port(host: str, port: int) -> socket.socket:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         holder.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        raise OSError(f"cannot listen on {host}:{port}: {_reason(error)}") from error
     return holder
+
+
+def _reason(error: OSError) -> str:
+    """Why, without the address, which the standard library repeats."""
+    number = error.errno or 0
+    return os.strerror(number) if number > 0 else str(error.strerror or error)
 
 
 def _bare(host: str, port: int) -> tuple[str, int]:

@@ -51,6 +51,27 @@ def test_two_of_a_fleets_ports_are_not_one(one: str, other: str) -> None:
         refuse_early(config, view)
 
 
+def test_all_ports_that_another_fleet_has_are_named_at_once_with_the_flags_for_others() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        first, second = (taken.getsockname()[1] for taken in (one, other))
+        with pytest.raises(OSError, match="cannot listen") as caught:
+            check_ports([("127.0.0.1", first), ("127.0.0.1", 0), ("127.0.0.1", second)])
+    assert str(caught.value) == (
+        f"cannot listen on 127.0.0.1:{first} and 127.0.0.1:{second}: Address already in use; "
+        "--port, --http-port, --page-port, --metrics-port and --health-port take other ports, and "
+        "with 0 free ones"
+    )
+
+
+def test_an_address_of_another_machine_is_named_once() -> None:
+    with pytest.raises(OSError, match="cannot listen") as caught:
+        check_ports([("192.0.2.1", 50051)])
+    assert str(caught.value) == "cannot listen on 192.0.2.1:50051: Cannot assign requested address"
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, object]:
     """Files of keys and of TLS, by their names in a parameter."""
