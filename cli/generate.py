@@ -190,17 +190,24 @@ def _turns(first: Iterable[Prompt]) -> Iterator[str]:
 
 def _read_line() -> bytes:
     """Empty at the end."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
+    if not sys.stdin.isatty():
+        return sys.stdin.buffer.readline()
+    print("> ", end="", file=sys.stderr, flush=True)
+    line = b""
+    try:
         # A thread of gRPC may receive Ctrl-C, and a read would not notice it.
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
             pass
-    return sys.stdin.buffer.readline()
+        line = sys.stdin.buffer.readline()
+    finally:
+        if not line.endswith(b"\n"):  # Ctrl-C or Ctrl-D
+            print(file=sys.stderr)
+    return line
 
 
 def _show_answer(client: Client, job: GenerateJob, prompt: Prompt, at: int) -> Answer:
     """Prints the answers to the prompt with index `at` of the job, or to a turn of its chat."""
-    wants_ids = job.params.logprobs is not None
+    wants_ids = job.json or job.params.logprobs is not None
     request = make_request(
         prompt,
         job.params,
@@ -232,11 +239,30 @@ def _print_answers(stream: Stream, job: GenerateJob, names: Sequence[str]) -> An
         with watch(Console(), indent=0) as show:
             answer = follow(stream, show, begun)
     else:
-        answer = follow(stream, _print_text, begun)
-        print()
+        answer = _follow_text(stream, begun)
     for name, other in zip(names[1:], answer.others, strict=False):
         _print_heading(name)
         print(other.text)
+    return answer
+
+
+def _follow_text(stream: Stream, begun: Iterable[Event]) -> Answer:
+    """Prints the text while it grows. Its line ends, whatever ends the stream."""
+    end = "\n"  # of the text so far
+
+    def show(event: Event) -> None:
+        nonlocal end
+        text = event.echo.text if event.HasField("echo") else event.commit.text
+        print(text, end="", flush=True)
+        end = text[-1:] or end
+
+    try:
+        answer = follow(stream, show, begun)
+    except BaseException:
+        if end != "\n":
+            print()
+        raise
+    print()
     return answer
 
 
@@ -272,13 +298,6 @@ def follow(stream: Stream, show: Callable[[Event], None], begun: Iterable[Event]
         if not event.answer_index:
             show(event)
     return stream.answer
-
-
-def _print_text(event: Event) -> None:
-    if event.HasField("echo"):
-        print(event.echo.text, end="", flush=True)
-    if event.HasField("commit"):
-        print(event.commit.text, end="", flush=True)
 
 
 def logprob_lines(answer: Answer) -> list[str]:

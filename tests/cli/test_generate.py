@@ -10,7 +10,9 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import router.fakes
@@ -19,8 +21,9 @@ from router.fakes import FakeFleet
 
 from effuse.cli import generate
 from effuse.cli.generate import answer_names, figures, parse
-from effuse.client.answer import Answer
+from effuse.client.answer import Answer, StreamBroken
 from effuse.client.chat import Chat
+from effuse.client.streams import Stream
 from effuse.config.flags import CommandError
 from effuse.v1 import generation_pb2 as pb
 
@@ -191,7 +194,7 @@ def test_a_chat_keeps_its_history(
     router.fakes.run(body)
     told = capsys.readouterr()
     assert told.out == f"{answer}\n{answer}\n"
-    assert told.err == "> > effuse generate: expected UTF-8 text, not sent\n> > "
+    assert told.err == "> > effuse generate: expected UTF-8 text, not sent\n> > \n"
 
 
 def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
@@ -210,7 +213,7 @@ def test_a_turn_that_is_refused_does_not_end_a_chat_with_a_person(
 
     router.fakes.run(body)
     told = capsys.readouterr().err
-    assert "effuse generate: INVALID_ARGUMENT: " in told and told.endswith("> > ")
+    assert "effuse generate: INVALID_ARGUMENT: " in told and told.endswith("> > \n")
 
 
 def _generate(*words: str) -> None:
@@ -276,6 +279,40 @@ def test_programs_get_a_json_object_a_line(capsys: pytest.CaptureFixture[str]) -
     assert told[1]["stats"]["decode_worker"]
 
 
+def test_json_has_token_ids_also_without_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
+    _generate("how many?", "--n", "2", "--json")
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["token_ids"] == ids_of("the answer is three")
+    assert second["token_ids"] == ids_of("four")
+
+
+class Broken:
+    """A stream that ends badly after a part of its answer."""
+
+    def __init__(self, text: str, error: BaseException) -> None:
+        self._left = self._all(text, error)
+
+    def events(self) -> Iterator[pb.GenerateStreamResponse]:
+        """Those that are left."""
+        return self._left
+
+    @staticmethod
+    def _all(text: str, error: BaseException) -> Iterator[pb.GenerateStreamResponse]:
+        yield pb.GenerateStreamResponse(commit=pb.BlockCommit(text=text))
+        raise error
+
+
+@pytest.mark.parametrize(("text", "shown"), [("half", "half\n"), ("a\n", "a\n"), ("", "")])
+@pytest.mark.parametrize("error", [StreamBroken("lost"), KeyboardInterrupt()])
+def test_the_line_of_a_broken_answer_ends(
+    text: str, shown: str, error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = cast("Stream", Broken(text, error))
+    with pytest.raises(type(error)):
+        generate._print_answers(stream, parse(["how many?"]), [""])
+    assert capsys.readouterr().out == shown
+
+
 def test_figures_have_the_tokens_that_were_cached() -> None:
     response = pb.GenerateResponse(
         usage=pb.Usage(prompt_tokens=40), stats=pb.GenerationStats(cached_prompt_tokens=32)
@@ -302,6 +339,7 @@ def _interrupt_chat(target: str) -> None:
         assert child.stderr.read(2) == b"> "
         child.send_signal(signal.SIGINT)
         assert child.wait(30) == 130
+        assert child.stderr.read() == b"\n"  # the shell's prompt has a line of its own
     finally:
         child.kill()
         child.communicate()
