@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("prompt", nargs="*", type=text, metavar="PROMPT",
         help="text to continue; - or no prompt reads standard input")  # fmt: skip
     add("--file", action="append", type=file, default=[], metavar="FILE",
-        help="read a prompt from a UTF-8 file; only a byte-order mark is dropped")  # fmt: skip
+        help="read a prompt from a UTF-8 file; a byte-order mark is left out")  # fmt: skip
     add("--ids", action="append", type=token_ids, default=[], metavar="ID,ID,..",
         help="prompt as token ids")  # fmt: skip
     add("--chat", action="store_true",

@@ -100,7 +100,7 @@ class StoppingSettings(AnswerSettings):
     stop_token_ids: Sequence[int] = _setting(
         "ID", "id of a token that ends the answer (default: only the model's)", ()
     )
-    min_tokens: int | None = _setting("N", "tokens that the answer has at least (default: 0)")
+    min_tokens: int | None = _setting("N", "minimum tokens to generate (default: 0)")
     ignore_eos: bool | None = _setting("", "do not stop at an end-of-sequence token (default: off)")
 
 
@@ -146,7 +146,7 @@ class BlockSettings(SamplingSettings):
     full_activation_threshold: float | None = _setting(
         "R", "let the next block advance in each step once this share is written"
     )
-    score: Score | None = _setting("", "ranking of the masks if none passes the threshold")
+    score: Score | None = _setting("", "how masks are ranked when none passes the threshold")
     remasking: Remasking | None = _setting("", "order in which masks are filled")
     denoising_steps: int | None = _setting("N", "steps for each block (block diffusion)")
     entropy_bound: float | None = _setting(
@@ -174,7 +174,7 @@ class CanvasSettings(BlockSettings):
     logits_eos_inf: bool | None = _setting("", "never write an end-of-sequence token (LLaDA)")
     confidence_eos_eot_inf: bool | None = _setting("", "write end-of-sequence tokens last (LLaDA)")
     alg: Alg | None = _setting("", "which masks a step fills (Dream)")
-    eps: float | None = _setting("T", "last value of the time, which begins at 1 (Dream)")
+    eps: float | None = _setting("T", "final diffusion time (it starts at 1; Dream)")
     alg_temp: float | None = _setting("T", "randomness in the choice of masks; 0 is none (Dream)")
     factor: float | None = _setting(
         "F", "write by rank, not by the threshold; 0 is off (Fast-dLLM)"
