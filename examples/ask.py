@@ -8,3 +8,4 @@ with effuse.Client("127.0.0.1:50051") as client:
     print(answer.text, f"({answer.stats.tokens_per_forward:.1f} tokens a forward)")
     for piece in client.stream(question):
         print(piece, end="", flush=True)
+    print()

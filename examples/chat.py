@@ -10,3 +10,4 @@ with effuse.Client("127.0.0.1:50051") as client:
     chat = chat.assistant(answer.text).user("Find the value of 30 + 561 + 58.")
     for piece in client.stream(chat):
         print(piece, end="", flush=True)
+    print()
