@@ -192,9 +192,9 @@ def _read_line() -> bytes:
     """Empty at the end."""
     if not sys.stdin.isatty():
         return sys.stdin.buffer.readline()
-    print("> ", end="", file=sys.stderr, flush=True)
     line = b""
     try:
+        print("> ", end="", file=sys.stderr, flush=True)
         # A thread of gRPC may receive Ctrl-C, and a read would not notice it.
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
             pass
