@@ -223,7 +223,7 @@ class BoundaryState(Struct, frozen=True, kw_only=True):
     hidden: Annotated[bytes, Meta(max_length=MAX_HIDDEN_BYTES)] | None = None
 
 
-class Account(Struct, frozen=True):
+class Envelope(Struct, frozen=True):
     """Whom a sender's message is from and for: the attempt, both ends, and the sender's part."""
 
     attempt: AttemptId
@@ -236,7 +236,7 @@ class Account(Struct, frozen=True):
         return self.attempt.transfer_id
 
 
-class Manifest(Account, frozen=True, kw_only=True):
+class Manifest(Envelope, frozen=True, kw_only=True):
     """A writing rank's account of a finished push of this part. It has no page numbers: each
     Pages named its own, and all reserved pages must have arrived.
     """
@@ -247,14 +247,14 @@ class Manifest(Account, frozen=True, kw_only=True):
     boundary: BoundaryState
 
 
-class Begin(Account, frozen=True, tag=True):
+class Begin(Envelope, frozen=True, tag=True):
     """A sending rank's introduction: itself, the intended life, its part, and its model."""
 
     fingerprint: Annotated[tuple[Field, ...], Meta(max_length=64)]
     reply_to: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)] = b""  # NIXL agent metadata
 
 
-class Pages(Account, frozen=True, tag=True):
+class Pages(Envelope, frozen=True, tag=True):
     """Groups [group, end_group) of layers of pages [first, first + n) of the reservation, of the
     part that the sender introduced itself with."""
 
@@ -302,14 +302,14 @@ ToReceiver = Begin | Pages | Finish
 ToSender = Placed | Accepted | Rejected
 
 
-def account_of(message: ToReceiver) -> Account:
-    """The account in a message."""
+def envelope_of(message: ToReceiver) -> Envelope:
+    """The envelope of a message."""
     return message.manifest if isinstance(message, Finish) else message
 
 
 def writer_of(message: ToReceiver) -> str:
     """Names the rank that a sender's message comes from, by its own account."""
-    one = account_of(message)
+    one = envelope_of(message)
     return f"{one.source} {one.part.first_head} {one.part.turn} {one.part.first_group}"
 
 

@@ -26,8 +26,8 @@ from effuse.kvtransfer.handoff import (
 )
 from effuse.kvtransfer.messages import (
     Accepted,
-    Account,
     Begin,
+    Envelope,
     Field,
     Finish,
     Manifest,
@@ -36,7 +36,7 @@ from effuse.kvtransfer.messages import (
     ReceiverAddress,
     Rejected,
     Reservation,
-    account_of,
+    envelope_of,
     mismatch,
 )
 from effuse.kvtransfer.transport import ConnectorParts, FromWriter, Reply
@@ -111,7 +111,7 @@ class Receptions(ConnectorParts):
     def take(self, received: FromWriter) -> None:
         """Follows a writer's message, or refuses its transfer and reports to both sides."""
         message, reply = received.message, received.reply
-        transfer_id = account_of(message).transfer_id
+        transfer_id = envelope_of(message).transfer_id
         try:
             self._handle(received)
         except HandoffRefused as refusal:
@@ -139,7 +139,7 @@ class Receptions(ConnectorParts):
         return moved
 
     def _handle(self, received: FromWriter) -> None:
-        expected = self._identified(account_of(received.message))
+        expected = self._identified(envelope_of(received.message))
         match received.message:
             case Begin() as begin:
                 self._check_fingerprint(begin.fingerprint)
@@ -250,7 +250,7 @@ class Receptions(ConnectorParts):
                     self._transport.answer(part.reply, rejected)
         self._transport.answer(reply, rejected)
 
-    def _identified(self, one: Account) -> Expected:
+    def _identified(self, one: Envelope) -> Expected:
         if one.destination != self._own.incarnation:
             raise HandoffRefused(
                 Cause.INCARNATION,

@@ -24,8 +24,8 @@ from effuse.kvtransfer.messages import (
     MalformedMessage,
     Pages,
     ToReceiver,
-    account_of,
     decode_to_receiver,
+    envelope_of,
 )
 from effuse.kvtransfer.transport import Chunk, Delivery, Peer
 from effuse.kvtransfer.zmq_transport import ZmqDelivery
@@ -151,7 +151,7 @@ class Tamperer:
             case Trick.CHUNK_TWICE:
                 return Both([self._send(peer, header, chunk) for _ in range(2)])
             case Trick.CHUNK_OF_ANOTHER:
-                earlier = account_of(self._earlier[Finish]).attempt
+                earlier = envelope_of(self._earlier[Finish]).attempt
                 header = msgspec.structs.replace(header, attempt=earlier)
             case Trick.CHUNK_CUT:
                 pages, targets = chunk.source_pages[:-1], chunk.targets[:-1]

@@ -19,7 +19,7 @@ from effuse.kvtransfer.messages import (
     PageRef,
     Pages,
     ToReceiver,
-    account_of,
+    envelope_of,
 )
 
 from .clock import Clock, Violation
@@ -72,7 +72,7 @@ class Mishaps:
         if not self._happens(self.confused):
             return message
         what = self.clock.draw.choice(("attempt", "source", "destination", "generation"))
-        transfer_id = account_of(message).attempt.transfer_id
+        transfer_id = envelope_of(message).attempt.transfer_id
         self.mark(transfer_id, f"{what} in {type(message).__name__}")
         return _mistaken(message, what)
 

@@ -26,7 +26,7 @@ from effuse.kvtransfer.handoff import (
     SenderEvent,
     SenderState,
 )
-from effuse.kvtransfer.messages import Account, Reservation
+from effuse.kvtransfer.messages import Envelope, Reservation
 from effuse.kvtransfer.push import Push
 from effuse.kvtransfer.reception import Receptions
 from effuse.placement import leases as fleet
@@ -57,7 +57,7 @@ def pages_and_generations_not_compared() -> Patch:
 
 
 def attempt_not_compared() -> Patch:
-    def identified(self: Receptions, one: Account) -> Expected:
+    def identified(self: Receptions, one: Envelope) -> Expected:
         expected = self._expected.get(one.attempt.transfer_id)
         ours = one.attempt if expected is None else expected.reservation.attempt
         return _identified(self, replace(one, attempt=ours))
@@ -66,7 +66,7 @@ def attempt_not_compared() -> Patch:
 
 
 def incarnation_not_compared() -> Patch:
-    def identified(self: Receptions, one: Account) -> Expected:
+    def identified(self: Receptions, one: Envelope) -> Expected:
         return _identified(self, replace(one, destination=self._own.incarnation))
 
     return patch.object(Receptions, "_identified", identified)
