@@ -84,7 +84,7 @@ def test_a_file_has_a_line_for_each() -> None:
     assert len(lines) == 6
     assert lines[0] == (
         "model    SDAR-1.7B-Chat: algorithm block_diffusion, denoising_steps 4 "
-        "(SDAR's generate.py), eos_token_ids 151643 (config.json), "
+        "(SDAR's generate.py), eos_token_id 151643 (config.json), "
         "temperature 0.6, top_p 0.95, top_k 20 (generation_config.json)"
     )
     assert lines[1] == (

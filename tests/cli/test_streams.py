@@ -63,10 +63,12 @@ def test_an_answer_is_printed_whole_in_a_plain_locale(
         "Stream.events = events\n"
         "sys.exit(command.main(['generate', *sys.argv[1:], 'caf\u00e9']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code.encode("ascii", "backslashreplace"), *flags],
-        env={**os.environ, **env}, capture_output=True, timeout=60,
-    )  # fmt: skip
+    with router() as target:
+        words = [*flags, "--target", target]
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code.encode("ascii", "backslashreplace"), *words],
+            env={**os.environ, **env}, capture_output=True, timeout=60,
+        )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout == (b"|a.\na?!\n" if flags else b"a?!\n")
 

@@ -85,8 +85,8 @@ def test_a_forward_begins_everywhere_before_earlier_ones_have_ended() -> None:
     (found,) = runner.end(second)
     assert found.tokens == [1] and signs == ["sign"] * 2
     assert leader.noted[2:] == [
-        *(("rows", 0), (Complete, 0), ("launch", 0)),
-        *(("rows", 1), (Complete, 1), ("launch", 1)),
+        *(("rows", 0), (Complete, None), ("launch", 0)),
+        *(("rows", 1), (Complete, None), ("launch", 1)),
         *(("read", 1), ("confirmed", 2)),
     ]
     (kept,) = runner.end(first)
@@ -103,8 +103,8 @@ def test_a_device_goes_on_with_the_next_forward_while_results_are_applied() -> N
     del leader.noted[:]
     assert [one.tokens for one in runner.end(begun[0])] == [[0]]
     assert leader.noted == [
-        *(("rows", 0), (Complete, 0), ("launch", 0)),
-        *(("rows", 1), (Complete, 1), ("launch", 1)),
+        *(("rows", 0), (Complete, None), ("launch", 0)),
+        *(("rows", 1), (Complete, None), ("launch", 1)),
         *(("read", 0), ("confirmed", 1)),
     ]
     del leader.noted[:]
