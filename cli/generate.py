@@ -258,12 +258,11 @@ def _follow_text(stream: Stream, begun: Iterable[Event]) -> Answer:
 
     try:
         answer = follow(stream, show, begun)
-    except BaseException:
+        end = ""  # a whole answer gets a line end in any case
+        return answer
+    finally:
         if end != "\n":
             print()
-        raise
-    print()
-    return answer
 
 
 def _print_heading(name: str) -> None:

@@ -111,7 +111,7 @@ def hold(directory: Path) -> int:
     except BlockingIOError as error:
         os.close(held)
         raise OSError(errno.EBUSY, "another fleet writes there") from error
-    except OSError:  # a file system without locks, on which nobody is refused
+    except OSError:  # a file system without locks, which keeps no fleet out
         pass
     return held
 
@@ -119,8 +119,8 @@ def hold(directory: Path) -> int:
 def _sweep() -> None:
     """Removes the directories of this user's fleets whose process was killed.
 
-    No process has its id, and none has its lock. The id alone would not suffice if processes that
-    do not see each other share a directory. The lock alone would not suffice while a fleet begins.
+    No process has its id, and none has its lock. The id is not enough if processes that do not see
+    each other share a directory. The lock is not enough while a fleet begins.
     """
     for left in homes(PREFIX, are_running=False):
         with suppress(OSError), (left / _LOCK).open("a") as lock:
