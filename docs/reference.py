@@ -39,8 +39,8 @@ FOLDER: Final = ROOT / "docs/reference"
 TYPES: Final = {"N": "whole number", "X": "number", "PATH": "path", "NAME": "text"}
 """Types of fields, by the names that the parsers of processes give to their values."""
 PROCESSES: Final = (
-    "from `router/config.py`, `worker/config.py` and `config/access.py`. `effuse up` takes these "
-    "flags too and passes them on. A flag without its dashes is a key in the TOML file that "
+    "from `router/config.py`, `worker/config.py` and `config/access.py`. `effuse up` takes most of "
+    "these flags too and passes them on. A flag without its dashes is a key in the TOML file that "
     "`--config FILE` names: `page-size = 16`. A typed flag has precedence. A switch takes `true` "
     "or `false` in the file, and `--no-` before its name turns it off."
 )

@@ -49,6 +49,11 @@ def test_an_alert_is_about_one_fleet(query: str) -> None:
         assert kind == "by" or not {"job", "namespace", "fleet"} & named, query
 
 
+def test_operators_find_a_remedy_for_each_alert() -> None:
+    rows = re.findall(r"(?m)^\| `(Effuse\w+)` \| .+ \|$", (DOCS / "operations.md").read_text())
+    assert rows == [rule["alert"] for rule in alerts()]
+
+
 @pytest.mark.parametrize("query", dashboard_queries())
 def test_a_panel_is_about_the_fleets_that_are_chosen(query: str) -> None:
     chosen = 'namespace=~"$namespace", fleet=~"$fleet"'

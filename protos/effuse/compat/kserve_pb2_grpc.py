@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Text in, text out, both as tensors (kserve_requests.py).
+    """Text in, text out, both as tensors (router/kserve.py).
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Text in, text out, both as tensors (kserve_requests.py).
+    """Text in, text out, both as tensors (router/kserve.py).
     """
 
     def ServerLive(self, request, context):
@@ -172,7 +172,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Text in, text out, both as tensors (kserve_requests.py).
+    """Text in, text out, both as tensors (router/kserve.py).
     """
 
     @staticmethod

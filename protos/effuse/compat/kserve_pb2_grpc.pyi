@@ -20,7 +20,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class GRPCInferenceServiceStub:
-    """Text in, text out, both as tensors (kserve_requests.py)."""
+    """Text in, text out, both as tensors (router/kserve.py)."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     ServerLive: grpc.UnaryUnaryMultiCallable[
@@ -66,7 +66,7 @@ class GRPCInferenceServiceStub:
     """Runs requests one after the other and sends each answer's text as soon as it is final."""
 
 class GRPCInferenceServiceAsyncStub:
-    """Text in, text out, both as tensors (kserve_requests.py)."""
+    """Text in, text out, both as tensors (router/kserve.py)."""
 
     ServerLive: grpc.aio.UnaryUnaryMultiCallable[
         effuse.compat.kserve_pb2.ServerLiveRequest,
@@ -111,7 +111,7 @@ class GRPCInferenceServiceAsyncStub:
     """Runs requests one after the other and sends each answer's text as soon as it is final."""
 
 class GRPCInferenceServiceServicer(metaclass=abc.ABCMeta):
-    """Text in, text out, both as tensors (kserve_requests.py)."""
+    """Text in, text out, both as tensors (router/kserve.py)."""
 
     @abc.abstractmethod
     def ServerLive(

@@ -112,7 +112,7 @@ class VllmEngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Returns how many requests run and wait in the whole fleet.
+        """Returns how many requests of this router run and wait, and how full the decode workers' pages are.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
