@@ -136,7 +136,7 @@ TEMPERATURE = decoding.SAMPLING["temperature"]
     ("name", "told"),
     [
         ("temperature", f"from {TEMPERATURE.low} to {TEMPERATURE.high:g}."),
-        ("max_tokens", f"Default: the model's, or {decoding.DEFAULT_MAX_TOKENS};"),
+        ("max_tokens", f"Default: the model's, or {decoding.DEFAULT_MAX_TOKENS}, cut"),
         ("window", f"{decoding.WINDOW.low} to {decoding.WINDOW.high}. Default {GOOD.window}."),
         ("confidence_threshold", "Default 0.9."),
         ("block_add_threshold", "Default 0.1."),
