@@ -122,7 +122,9 @@ class Client:
         return Stream(self._generation.GenerateStream, request, retries, self._waiter())
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
+        """Cancels a request by its id. False if it has ended, or runs at another router. Raises
+        EffuseError, which is NotFound if no router knows the id.
+        """
         check_text("request_id", request_id)
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = self._ask(self._generation.CancelRequest, request)
@@ -226,8 +228,8 @@ class _Opened:
 
 
 class AsyncClient:
-    """The same for asyncio. It belongs to the first event loop that uses it; calls in another loop
-    raise RuntimeError.
+    """The same for asyncio, without `plans` and `watch_requests`. It belongs to the first event loop
+    that uses it; calls in another loop raise RuntimeError.
     """
 
     def __init__(
@@ -302,7 +304,9 @@ class AsyncClient:
         return AsyncStream(begin, self._pause, request, self._target)
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancels a request by its id; False if it did not run there. Raises EffuseError."""
+        """Cancels a request by its id. False if it has ended, or runs at another router. Raises
+        EffuseError, which is NotFound if no router knows the id.
+        """
         check_text("request_id", request_id)
         request = generation_pb2.CancelRequestRequest(request_id=request_id)
         response = await self._ask(self._router().generation.CancelRequest, request)

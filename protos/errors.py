@@ -10,6 +10,7 @@ This file has the exception types that servicers raise, `to_status` and `from_rp
     │   ├── AlreadyRunning     ALREADY_EXISTS       a request of that id is running
     │   ├── NotSupported       UNIMPLEMENTED        the model or the server cannot do it
     │   ├── Unauthenticated    UNAUTHENTICATED      the caller has not proved its identity
+    │   ├── EndedById          ABORTED              a client has ended the request by its id
     │   └── Poisonous          FAILED_PRECONDITION  engines died of this very request
     ├── Refused                FAILED_PRECONDITION  meant for another attempt, layout or role
     │   └── Replaced           FAILED_PRECONDITION  meant for a life of the worker that is over
