@@ -332,6 +332,7 @@ def storm(found: argparse.Namespace) -> Ledger:
             ledger.is_over.set()
         for one in asking:
             one.result()
+        print(ledger.tell(), flush=True)  # before the checks at the end of a fleet
     return ledger
 
 
@@ -351,7 +352,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="no fault begins after them")
     found = parser.parse_args(argv)
     ledger = storm(found)
-    print(ledger.tell())
     for text in (ledger.wrong + ledger.failed)[:5]:
         print(text)
     return int(bool(ledger.wrong or ledger.failed))

@@ -275,8 +275,7 @@ def test_a_prompt_that_ends_prefill_engines_is_alone_there_too() -> None:
             worker.at["start"] = note
             # gRPC reports a write to a call that has ended as an error of its own. This is the last.
             worker.at["reservation"] = raises(errors.EngineLost("the engine was lost"))
-        error = await failure(ask(fleet))
-        assert type(error) is errors.Poisonous
+        assert type(await failure(ask(fleet))) is errors.Poisonous
         assert alone == [0, 0, 1]
         assert [len(worker.prompts) for worker in fleet.prefill] == [1, 1, 1, 0]
 
