@@ -228,8 +228,9 @@ class _Opened:
 
 
 class AsyncClient:
-    """The same for asyncio, without `plans` and `watch_requests`. It belongs to the first event loop
-    that uses it; calls in another loop raise RuntimeError.
+    """The same for asyncio, without `plans` and `watch_requests`.
+
+    It belongs to the first event loop that uses it; calls in another loop raise RuntimeError.
     """
 
     def __init__(

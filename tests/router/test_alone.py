@@ -273,7 +273,7 @@ def test_a_prompt_that_ends_prefill_engines_is_alone_there_too() -> None:
 
         for worker in fleet.prefill:
             worker.at["start"] = note
-            # gRPC reports a write to a call that has ended as an error of its own. This is the last.
+            # The last write: gRPC reports one to a call that has ended as an error of its own.
             worker.at["reservation"] = raises(errors.EngineLost("the engine was lost"))
         assert type(await failure(ask(fleet))) is errors.Poisonous
         assert alone == [0, 0, 1]
