@@ -128,9 +128,8 @@ def config_of(one: Combination, home: Path | None = None) -> FleetConfig:
     is_whole = one["work"] in (*CANVASES, "dream", "llada")  # prompts cannot be split
     if one["forwards"] == "of few tokens" and is_whole:
         raise ValueError("whole prompts need forwards of more tokens")
-    has_blocks = one["work"] in (*LOOPS, SPREAD, REPLICAS)
-    if one["forwards"] == "of few tokens" and one["workers"] == BOTH and has_blocks:
-        raise ValueError("a worker that decodes needs forwards of two of the loops' large blocks")
+    if one["forwards"] == "of few tokens" and one["workers"] == BOTH:
+        raise ValueError("a worker that decodes needs forwards of all blocks of a window")
     if one["prefill by"] == "remote" and (one["work"] in CANVASES or one["workers"] == "1D"):
         raise ValueError("no prefill worker could compute a canvas, or there is none")
     chosen = [SETTINGS[name][choice] for name, choice in one.items()]
