@@ -205,12 +205,9 @@ def attempt(cluster: Cluster, fleet: Overlay | Release, connector: str) -> None:
         fleet.upgrade()
         fleet.remove()
     stats = answer.stats
-    moved = f"no KV handed over, all of it at {stats.decode_worker}"
-    if stats.connector:
-        moved = (f"{stats.kv_bytes:,} KV bytes over {stats.connector} from {stats.prefill_worker} "
-                 f"to {stats.decode_worker}")  # fmt: skip
     print(f"prompt of {answer.usage.prompt_tokens} tokens, {answer.usage.completion_tokens} tokens "
-          f"in {stats.forward_passes} forward passes, {moved}")  # fmt: skip
+          f"in {stats.forward_passes} forward passes, {stats.kv_bytes:,} KV bytes over "
+          f"{stats.connector} from {stats.prefill_worker} to {stats.decode_worker}")  # fmt: skip
     if not expected:
         raise AttemptError(f"the answer is wrong: {answer.text!r}")
     if "effuse-prefill" in manifests and (stats.connector != connector or not stats.kv_bytes):

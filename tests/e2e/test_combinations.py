@@ -25,6 +25,7 @@ PLAIN = {name: next(iter(choices)) for name, choices in SETTINGS.items()}
         ({"work": "LLaDA's loops", "prefill by": "remote"}, False),
         ({"workers": "1D", "prefill by": "remote"}, False),
         ({"work": "Fast-dLLM v2's loop", "forwards": "of few tokens"}, True),
+        ({"work": "sdar", "forwards": "of few tokens", "workers": "2 of both"}, False),
         (
             {"work": "Fast-dLLM v2's loop", "forwards": "of few tokens", "workers": "2 of both"},
             False,
