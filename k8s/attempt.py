@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from effuse.client.answer import Answer
+from effuse.client.answer import Answer, Stats
 from effuse.client.client import Client
 from effuse.client.credentials import Credentials
 from effuse.client.params import Params
@@ -206,12 +206,19 @@ def attempt(cluster: Cluster, fleet: Overlay | Release, connector: str) -> None:
         fleet.remove()
     stats = answer.stats
     print(f"prompt of {answer.usage.prompt_tokens} tokens, {answer.usage.completion_tokens} tokens "
-          f"in {stats.forward_passes} forward passes, {stats.kv_bytes:,} KV bytes over "
-          f"{stats.connector} from {stats.prefill_worker} to {stats.decode_worker}")  # fmt: skip
+          f"in {stats.forward_passes} forward passes, {handed_over(stats)}")  # fmt: skip
     if not expected:
         raise AttemptError(f"the answer is wrong: {answer.text!r}")
     if "effuse-prefill" in manifests and (stats.connector != connector or not stats.kv_bytes):
         raise AttemptError(f"expected KV over {connector}, got {stats}")
+
+
+def handed_over(stats: Stats) -> str:
+    """The KV that one worker handed to another one; a worker with both roles hands nothing over."""
+    if not stats.connector:
+        return f"no KV handed over, all by {stats.decode_worker}"
+    workers = f"from {stats.prefill_worker} to {stats.decode_worker}"
+    return f"{stats.kv_bytes:,} KV bytes over {stats.connector} {workers}"
 
 
 @contextlib.contextmanager

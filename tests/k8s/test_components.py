@@ -16,6 +16,7 @@ import yaml
 from k8s.charted import pods, references
 from k8s.composed import K8S, config_of, deployments, overlay, with_components
 
+from effuse.client.answer import Stats
 from effuse.router.tokenizer import bundled_directory, read_backend
 
 pytestmark = pytest.mark.chart
@@ -96,6 +97,13 @@ def test_each_problem_that_is_tried_fills_a_page() -> None:
     tokenizer = read_backend(directory)
     for seed in range(50):
         assert len(tokenizer.encode(ATTEMPT["long_problem"](seed).prompt).ids) >= block
+
+
+def test_workers_with_both_roles_hand_nothing_over() -> None:
+    handed_over = ATTEMPT["handed_over"]
+    split = Stats(kv_bytes=1 << 20, connector="nixl", prefill_worker="p-0", decode_worker="d-0")
+    assert handed_over(split) == "1,048,576 KV bytes over nixl from p-0 to d-0"
+    assert handed_over(Stats(decode_worker="w-0")) == "no KV handed over, all by w-0"
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
