@@ -19,8 +19,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from effuse.protos.errors import REQUEST_ID_KEY
 from effuse.protos.tls import Certificates, TlsFiles, be_lenient
-from effuse.router.openai_answers import error_object
+from effuse.router.openai_answers import error_object, new_id
 
 KEEP_ALIVE_S: Final = 75
 """Longer than the 60 s for which proxies keep a connection: the proxy closes it, and not both."""
@@ -108,8 +109,11 @@ class _Connection(H11Protocol):
             self.transport.close()
             return
         data = msgspec.json.encode(error_object(msg))
-        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json"
-        self.transport.write(b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head, len(data), data))
+        head = (
+            "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            f"{REQUEST_ID_KEY}: {new_id()}\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + data)
         self.transport.close()
 
 

@@ -3,6 +3,7 @@
 Not here: the calls (`openai_api.py`), the meaning of bodies (`openai_requests.py`).
 """
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -157,7 +158,7 @@ class Rendering:
         return {
             "tokens": [self._text_of(token) for token, _ in pairs],
             "token_logprobs": [one.logprob for _, one in pairs],
-            "top_logprobs": [self._by_text(one) for _, one in pairs],
+            "top_logprobs": [self._by_text(*pair) for pair in pairs],
             "text_offset": [self._offset(at, token) for token, _ in pairs],
         }
 
@@ -175,11 +176,12 @@ class Rendering:
         kept = takewhile(lambda two: two[0] == two[1], zip(held, piece, strict=False))
         return before + len(list(kept))
 
-    def _by_text(self, one: pb.TokenLogprobs) -> dict[str, float]:
-        """Of several tokens with one text, such as parts of characters, the likeliest counts."""
+    def _by_text(self, token: int, one: pb.TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that was drawn. Of several with one text, such as parts
+        of characters, the likeliest counts."""
         found: dict[str, float] = {}
-        for token, value in _likeliest(one):
-            found.setdefault(self._text_of(token), value)
+        for other, value in (*_likeliest(one), (token, one.logprob)):
+            found.setdefault(self._text_of(other), value)
         return found
 
     def _token(self, token: int, one: pb.TokenLogprobs) -> Json:
@@ -195,6 +197,11 @@ def _logprob(text: str, value: float) -> Json:
     """A part of a character has no bytes here, because only its place in the text gives them."""
     is_part = "\N{REPLACEMENT CHARACTER}" in text
     return {"token": text, "logprob": value, "bytes": None if is_part else list(text.encode())}
+
+
+def new_id() -> str:
+    """The id of a request whose client gave it none."""
+    return f"req-{secrets.token_hex(12)}"
 
 
 def status_of(error: EffuseError) -> HTTPStatus:

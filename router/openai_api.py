@@ -34,7 +34,7 @@ from effuse.router.client import (
 )
 from effuse.router.findings import shown
 from effuse.router.handler import Serving
-from effuse.router.openai_answers import Rendering, error_body, error_object, status_of
+from effuse.router.openai_answers import Rendering, error_body, error_object, new_id, status_of
 from effuse.router.openai_bodies import BodyReader
 from effuse.router.openai_requests import Endpoint, Json
 from effuse.router.request import Request
@@ -47,6 +47,7 @@ BODY_S: Final = 60.0
 JSON_TYPE: Final = "application/json"
 HEALTH: Final = "/health"
 """Answers without a token."""
+_ENDS_OF_LINES: Final = "\x85\u2028\u2029"
 _GONE: Final = 499  # nginx's status of a client that has left, which is only counted
 _RETRIED: Final = "x-stainless-retry-count"  # OpenAI's clients count what they send again
 
@@ -58,7 +59,7 @@ class HttpCall:
         self.request = HttpRequest(scope, receive)
         self._receive = receive
         self._send = send
-        self.request_id = _new_id()
+        self.request_id = new_id()
         self.has_begun = False  # whether the response's status was sent
         self.status = _GONE  # of the response; a client that has left gets none
 
@@ -320,10 +321,6 @@ async def _send_error(call: HttpCall, error: EffuseError) -> None:
     await call.respond(_json(error_body(error), status=int(status_of(error)), headers=headers))
 
 
-def _new_id() -> str:
-    return f"req-{secrets.token_hex(12)}"
-
-
 def _too_large(most_bytes: int) -> HTTPException:
     return HTTPException(413, f"expected a body of at most {most_bytes} bytes")
 
@@ -335,7 +332,7 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
         message = (
             f"expected a route of this server, got {shown(f'{request.method} {request.url.path}')}"
         )
-    headers = {**(error.headers or {}), REQUEST_ID_KEY: _new_id()}  # a route has its call's id
+    headers = {**(error.headers or {}), REQUEST_ID_KEY: new_id()}  # a route has its call's id
     return _json(error_object(message), status=error.status_code, headers=headers)
 
 
@@ -347,4 +344,9 @@ def _json(
 
 
 def _event(value: object) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    """Without the characters that some clients, but not the standard of events, take for the end of
+    a line. Within JSON they only occur in strings."""
+    data = msgspec.json.encode(value)
+    for end in _ENDS_OF_LINES:
+        data = data.replace(end.encode(), b"\\u%04x" % ord(end))
+    return b"data: " + data + b"\n\n"

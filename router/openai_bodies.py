@@ -59,13 +59,18 @@ class BodyReader:
 def _read(body: bytes, endpoint: Endpoint | None) -> Wanted:
     with _without_collection():
         found = parse_body(body)
-    return request_of(found, endpoint or ("chat" if "messages" in found else "completion"))
+        is_chat = found.get("messages") is not None
+        try:
+            return request_of(found, endpoint or ("chat" if is_chat else "completion"))
+        except InvalidRequest as error:
+            del found  # a refusal's frames would keep the values until it is sent
+            raise error.with_traceback(None) from None
 
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """The parser keeps the interpreter lock. Meanwhile the collector would search all new values
-    again and again, which takes most of the time."""
+    """The parser and the checks keep the interpreter lock. Meanwhile the collector would search all
+    new values again and again, which takes most of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

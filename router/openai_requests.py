@@ -237,7 +237,7 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
         arguments |= {name: given[name] for name in ("tools",) if name in given}
     arguments |= {name: given[name] for name in ("documents", "reasoning_effort") if name in given}
     try:
-        chat = Chat.of(given.get("messages", ()))
+        chat = Chat.of(map(_for_template, given.get("messages", ())))
     except SettingError as error:
         findings.note(error.name, error.description)
         return []
@@ -249,6 +249,29 @@ def _chat(given: Json, findings: Findings) -> list[Prompt]:
             continue_last=given.get("continue_final_message", False),
         )
     ]
+
+
+def _for_template(message: Json) -> Json:
+    """The message, in which calls of tools have an object of arguments. OpenAI's API has the text
+    of one, which a template would write as a string within JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(one) for one in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError, InvalidRequest):  # a model may have written it
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _prompts(given: Json, findings: Findings) -> list[Prompt]:
@@ -290,9 +313,12 @@ def _settings(given: Json, endpoint: Endpoint, findings: Findings) -> tuple[Json
             findings.add("logit_bias", "token ids as names", shown(strange[0]))
         else:
             settings["logit_bias"] = {int(name): value for name, value in biases.items()}
+    num_logprobs = _logprobs(given, endpoint, findings)
     if given.get("echo"):
         settings["echo"] = True
-    num_logprobs = _logprobs(given, endpoint, findings)
+        if num_logprobs is not None:
+            form = "no value with logprobs, because a prompt's log-probabilities are not computed"
+            findings.add("echo", form, "true")
     if num_logprobs is not None:
         settings["logprobs"] = num_logprobs
     return settings, num_logprobs

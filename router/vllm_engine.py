@@ -41,6 +41,7 @@ TOKENIZER_FILES: Final = (
 PIECE_BYTES: Final = 1 << 20
 _ONE: Final = ("top_p", "repetition_penalty")
 """Settings of which 1 is neutral."""
+_MOST_INT32: Final = 2**31 - 1  # counts of large fleets are above it
 _PRESENCE: Final = ("prompt_logprobs", "truncate_prompt_tokens")
 _INPUTS: Final = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 
@@ -263,8 +264,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             num_running_reqs=admission.num_running,
             num_waiting_reqs=admission.num_waiting,
             num_total_reqs=admission.num_running + admission.num_waiting,
-            num_used_tokens=most - free,
-            max_total_num_tokens=most,
+            num_used_tokens=min(most - free, _MOST_INT32),
+            max_total_num_tokens=min(most, _MOST_INT32),
             token_usage=(most - free) / most if most else 0.0,
             max_running_requests=admission.max_running,
         )

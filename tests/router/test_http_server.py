@@ -81,6 +81,7 @@ def test_what_is_no_http_is_refused_as_other_errors_are(sent: bytes) -> None:
         top, rest = await answer_to(fleet, sent)
         assert top.startswith(b"HTTP/1.1 400 ")
         assert json.loads(rest)["error"]["type"] == "invalid_request_error"
+        assert b"\r\nx-request-id: req-" in top
 
     serve(body)
 

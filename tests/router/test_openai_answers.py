@@ -35,7 +35,7 @@ def commit(text: str, *tokens: int, answer: int = 0) -> pb.GenerateStreamRespons
 
 
 def test_places_of_tokens_do_not_depend_on_text_that_waits_for_a_stop_string() -> None:
-    drawn = rendering("completion", logprobs=0, echo=True)
+    drawn = rendering("completion", logprobs=0)
     echo = pb.GenerateStreamResponse(echo=pb.PromptEcho(text="hi"))
     events = [echo, commit("ab", A, B, C), commit("", D), commit("cda", A)]
     chunks = [chunk["choices"][0] for event in events for chunk in drawn.chunks(0, event, 3)]
@@ -58,7 +58,7 @@ def test_places_of_tokens_are_those_of_their_text(
     """In a stream of any pieces and in an answer as a whole."""
     echo = pb.PromptEcho(text="hi")
     for step in (1, 2, len(tokens)):
-        drawn = rendering("completion", tokenizer, logprobs=0, echo=True)
+        drawn = rendering("completion", tokenizer, logprobs=0)
         events = [commit("", *tokens[at : at + step]) for at in range(0, len(tokens), step)]
         assert list(drawn.chunks(0, pb.GenerateStreamResponse(echo=echo), 3))
         chunks = [chunk["choices"][0] for event in events for chunk in drawn.chunks(0, event, 3)]
@@ -85,6 +85,17 @@ def test_the_likeliest_of_several_tokens_with_one_text_counts() -> None:
     event.commit.logprobs[0].top_logprobs.extend([-0.5, -1.0, -3.0])
     (chunk,) = drawn.chunks(0, event, 3)
     assert chunk["choices"][0]["logprobs"]["top_logprobs"] == [{PART: -0.5, "a": -1.0}]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_the_drawn_token_stands_beside_the_likeliest(count: int) -> None:
+    drawn = rendering("completion", logprobs=count)
+    event = commit("a", A)
+    event.commit.logprobs[0].top_token_ids.extend([B][:count])
+    event.commit.logprobs[0].top_logprobs.extend([-0.5][:count])
+    (chunk,) = drawn.chunks(0, event, 3)
+    likeliest = {"b": -0.5} if count else {}
+    assert chunk["choices"][0]["logprobs"]["top_logprobs"] == [{**likeliest, "a": -1.0}]
 
 
 def test_usage_counts_the_tokens_up_to_each_chunk_if_each_has_it() -> None:

@@ -82,6 +82,23 @@ def test_it_is_the_answer_that_grpc_gives() -> None:
     run(body)
 
 
+def test_an_event_is_one_line_for_every_client() -> None:
+    """Some clients end lines where `str.splitlines` does, which the standard of events does not."""
+
+    async def body(fleet: FakeFleet) -> None:
+        fleet.decode[0].answer = ids_of(text := "a\u2028b\u2029c\x85d")
+        sent = json.dumps({"prompt": "how many?", "stream": True}).encode()
+        headers = {"Content_Type": "application/json"}
+        _, _, streamed = await raw(fleet, "POST", "/v1/completions", sent, **headers)
+        lines = [line for line in streamed.decode().splitlines() if len(line) > len("1ff")]
+        assert all(line.startswith("data: ") for line in lines)
+        *chunks, end = (line.removeprefix("data: ") for line in lines)
+        assert end == "[DONE]"
+        assert "".join(json.loads(one)["choices"][0]["text"] for one in chunks) == text
+
+    run(body)
+
+
 def test_several_prompts_have_several_answers_each() -> None:
     async def body(fleet: FakeFleet) -> None:
         fleet.decode[0].others = [ids_of("four")]

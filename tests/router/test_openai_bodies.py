@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from router.fakes import FakeFleet
 from router.http_calls import CHAT, TEXT, post, run
 
+from effuse.protos.errors import InvalidRequest
 from effuse.router.few_at_once import MOST_WAITING
 from effuse.router.openai_bodies import AT_ONCE_BYTES, SPARE_BYTES, BodyReader
 from effuse.router.openai_requests import MOST_PROMPTS, request_of
@@ -119,6 +121,41 @@ def test_a_tenant_without_room_has_no_body_read(
         assert (status, told["choices"][0]["text"]) == (200, TEXT)
 
     run(body, keys=keys)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": [[]], "x": 1}', b'{"messages": 5}'])
+def test_the_collector_rests_until_a_body_is_checked(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a refusal keeps none of the body's values, of which there may be a million."""
+    collects = []
+
+    def read(*args: Any) -> Any:
+        collects.append(gc.isenabled())
+        return request_of(*args)
+
+    monkeypatch.setattr("effuse.router.openai_bodies.request_of", read)
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        reader = BodyReader(SimpleNamespace(longest=256))  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest) as refused:
+            asyncio.run(reader.read(body))
+        assert collects == [False] and gc.isenabled()
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+    trace = refused.value.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_globals["__name__"]
+        assert module != "effuse.router.openai_requests"
+        assert "found" not in trace.tb_frame.f_locals
+        trace = trace.tb_next
+
+
+def test_a_null_chat_is_a_prompt() -> None:
+    reader = BodyReader(SimpleNamespace(longest=256))  # type: ignore[arg-type]
+    wanted = asyncio.run(reader.read(b'{"messages": null, "prompt": "a"}'))
+    assert wanted.endpoint == "completion"
 
 
 def test_a_burst_of_long_bodies_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,19 @@ def test_a_bad_field_is_named(sent: dict[str, object], param: str) -> None:
     run(body)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_log_probabilities_of_the_prompt_are_refused(count: int) -> None:
+    """OpenAI's API puts them before those of the answer, and harnesses add them up."""
+
+    async def body(fleet: FakeFleet) -> None:
+        sent = {"prompt": [65, 66], "echo": True, "max_tokens": 1}
+        assert (await post(fleet, "/v1/completions", sent))[0] == 200
+        status, _, told = await post(fleet, "/v1/completions", {**sent, "logprobs": count})
+        assert (status, told["error"]["param"]) == (400, "echo")
+
+    run(body)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_body_full_of_faults_gets_a_short_response(path: str) -> None:
     async def body(fleet: FakeFleet) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from effuse.client.chat import Chat
 from effuse.protos.errors import InvalidRequest
 from effuse.router.findings import Findings
 from effuse.router.openai_requests import (
@@ -151,6 +152,39 @@ def test_a_null_among_stream_options_is_not_set() -> None:
     assert not request_of(
         TEXT | {"stream_options": {"include_usage": None}}, "completion"
     ).is_stream
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ('{"b": 2.0, "a": 12345678901234567}', {"b": 2.0, "a": 12345678901234567}),
+        ("{}", {}),
+        ({"a": 1}, {"a": 1}),
+        *((text, text) for text in ("", "a = 1", "[1]", '"x"', '{"a": NaN}', "[" * 100_000)),
+    ],
+)
+def test_a_template_gets_the_object_that_a_calls_text_means(text: object, taken: object) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": text}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (asked,) = request_of({"messages": [said]}, "chat").requests
+    (message,) = Chat.from_input(asked.chat).messages
+    (found,) = message.fields()["tool_calls"]
+    assert found["function"] == {"name": "add", "arguments": taken}
+    assert list(found) == list(call)
+    if isinstance(taken, dict):
+        assert list(found["function"]["arguments"]) == list(taken)
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{}], [{"function": 5}], [{"function": {"name": "a"}}]])
+def test_calls_of_another_form_are_left_to_the_template(calls: object) -> None:
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    try:
+        (asked,) = request_of({"messages": [said]}, "chat").requests
+    except InvalidRequest as error:
+        assert all(one.field.startswith("messages[0].tool_calls") for one in error.violations)
+    else:
+        (message,) = Chat.from_input(asked.chat).messages
+        assert message.fields()["tool_calls"] == calls
 
 
 ODD: tuple[object, ...] = (

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 import tokenizers
+from msgspec.structs import replace
 from router.asking import failure
 from router.fake_model import ids_of
 from router.fake_workers import holds, raises
@@ -169,6 +170,19 @@ def test_a_gateway_learns_of_model_server_and_load() -> None:
         assert (load.max_total_num_tokens, load.token_usage) == (256 * 16, 0.0)
         go.set()
         await reading
+
+    run(body)
+
+
+def test_a_fleet_of_more_tokens_than_an_int32_has_a_load() -> None:
+    async def body(fleet: FakeFleet) -> None:
+        stub = stub_of(fleet)
+        (record,) = [one for one in fleet.router.fleet.records() if one.does("decode")]
+        large = replace(record, capacity=replace(record.capacity, total_pages=2**31))
+        fleet.router.fleet.records = lambda: [large]  # type: ignore[method-assign]
+        (load,) = (await stub.GetLoads(engine.GetLoadsRequest(), timeout=30)).loads
+        assert load.max_total_num_tokens == load.num_used_tokens == 2**31 - 1
+        assert 0.9 < load.token_usage < 1.0
 
     run(body)
 
