@@ -24,6 +24,7 @@ from typing import Final
 from msgspec import Struct, structs
 
 from effuse.placement.records import (
+    KnownLinks,
     MalformedRecord,
     StoredWorker,
     WorkerRecord,
@@ -235,6 +236,7 @@ class Snapshot:
     is_current: bool  # the last poll was answered
     polled_at: float = float("-inf")  # when the last answered poll was sent
     faults: frozenset[str] = frozenset()  # errors of the records ignored in its answer
+    links: KnownLinks | None = None  # of its answer
 
     def is_stale(self, now: float) -> bool:
         """Whether it cannot know which workers are gone: no answer of Redis, or a late poll."""
@@ -262,23 +264,24 @@ def merge(
     """
     found: dict[str, Sighting] = {}
     faults = set[str]()
+    links = {}  # of this answer only, because each rehearsal changes them
     for value, left_s in answer:
         try:
-            record = decode_worker(value)
+            record = decode_worker(value, before.links)
         except MalformedRecord as error:
             if (fault := str(error)) not in before.faults | faults:
                 LOG.warning("ignored a %s", fault)
             faults.add(fault)
             continue
         found[record.worker_id] = Sighting(record, asked_at + left_s)
+        links[getattr(value, "links", b"")] = record.links
     missing = {k: s for k, s in before.sightings.items() if k not in found}
     if before.is_stale(now):
         missing = {k: _pardon(s, now) for k, s in missing.items()}
     kept = {k: s for k, s in missing.items() if s.expires_at > now}
     here = {k: s for k, s in found.items() if s.record.state != "released"}
-    both = kept | here
-    sightings = {name: both[name] for name in sorted(both)}
-    return Snapshot(sightings, True, asked_at, frozenset(faults))
+    sightings = dict(sorted((kept | here).items()))
+    return Snapshot(sightings, True, asked_at, frozenset(faults), links)
 
 
 def _pardon(sighting: Sighting, now: float) -> Sighting:

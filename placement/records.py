@@ -4,9 +4,9 @@ Values read from Redis are decoded into these structs or refused. No I/O, no clo
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -149,7 +149,8 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
         return self.bytes_per_second / 1e9
 
 
-_Links = Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)]
+Links = Annotated[tuple[Link, ...], Meta(max_length=MOST_LINKS)]
+KnownLinks = Mapping[bytes, Links]  # by their stored form
 
 MOST_QUARANTINES = 64  # of one worker, only the oldest ones
 
@@ -182,7 +183,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     capacity: Capacity
     load: Load
     # Of a prefill worker: the decode workers that it can push to, as far as they were measured,
-    links: _Links = ()
+    links: Links = ()
     min_handoff_gbps: float = 0.0  # the rate below which no prompt may take a link; 0: no limit
     warms_links: bool = False  # and prompts only take the links in `links`, which are warm
     # Of a decode worker: the writers for which its pages in quarantine wait.
@@ -374,25 +375,24 @@ class StoredWorker(NamedTuple):
         return cls(encode(msgspec.structs.replace(record, links=())), links)
 
 
-def decode_worker(value: bytes | StoredWorker) -> WorkerRecord:
+def decode_worker(value: bytes | StoredWorker, known: KnownLinks | None = None) -> WorkerRecord:
     """Reads a worker's stored form; raises `MalformedRecord` that names the bad field."""
     record, links = (value, b"") if isinstance(value, bytes) else value
     parts = msgspec.structs.asdict(decode(record, _StoredRecord, "worker record"))
-    parts["model"] = _decode_part(bytes(parts["model"]), ModelInfo, "model")
-    read = {"links": _decode_part(links, _Links, "links")} if links else {}
-    return WorkerRecord(**parts | read)
+    try:
+        parts["model"] = _decode_model(bytes(parts["model"]))
+        if links:
+            parts["links"] = (known or {}).get(links) or msgspec.json.decode(links, type=Links)
+    except UNREADABLE as error:
+        raise MalformedRecord(f"worker record: {error} of its model or links") from error
+    return WorkerRecord(**parts)
 
 
 class _StoredRecord(WorkerRecord, frozen=True, kw_only=True):
     model: msgspec.Raw  # type: ignore[assignment]  # read once for all workers
 
 
-@lru_cache(maxsize=4096)
-def _decode_part(value: bytes, schema: Any, name: str) -> Any:
-    try:
-        return msgspec.json.decode(value, type=schema)
-    except UNREADABLE as error:
-        raise MalformedRecord(f"worker record: {error} of its {name}") from error
+_decode_model = lru_cache(maxsize=64)(msgspec.json.Decoder(ModelInfo).decode)
 
 
 def decode_placement(value: bytes) -> PlacementRecord:

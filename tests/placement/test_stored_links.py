@@ -6,8 +6,10 @@ import asyncio
 
 import redis
 import redis_server
+from msgspec.structs import replace
 
-from effuse.placement.records import Link, WorkerRecord, decode_worker, encode
+from effuse.placement.leases import Snapshot, merge
+from effuse.placement.records import Link, StoredWorker, WorkerRecord, decode_worker, encode
 from effuse.placement.store import Store
 
 LONG_S = 60.0
@@ -72,3 +74,21 @@ def test_each_worker_of_several_is_read_with_its_own_record_and_links() -> None:
 
     with redis_server.running() as server:
         asyncio.run(go(server.connection_url))
+
+
+def test_readers_keep_links_only_as_long_as_workers_announce_them() -> None:
+    """Each rehearsal changes some of the links, of which a large fleet has megabytes."""
+    seen, first = Snapshot({}, True), Link("decode-0", "life-1", "cuda_ipc", 1e11)
+    for rate in range(1, 50):
+        still, moved = (first,), (replace(first, bytes_per_second=float(rate)),)
+        records = [
+            redis_server.worker(worker_id=f"prefill-{number}", role="prefill", links=links)
+            for number, links in enumerate((still, moved))
+        ]
+        before, answer = seen, [(StoredWorker.of(record), LONG_S) for record in records]
+        seen = merge(before, answer, 0.0, 0.0)
+        assert [one.record for one in seen.sightings.values()] == records
+        assert seen.links is not None and [*seen.links.values()] == [still, moved]
+        if before.sightings:
+            one, other = before.sightings["prefill-0"], seen.sightings["prefill-0"]
+            assert one.record.links is other.record.links, "they were read again"
