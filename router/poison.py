@@ -129,9 +129,10 @@ class Verdicts:
         return max(0.0, self._refused_until.get(digest, 0.0) - self._now())
 
     def refused(self) -> dict[str, float]:
-        """All that are refused, with the seconds left."""
+        """All that are refused, with the seconds left. Forgets what is over."""
         now = self._now()
-        return {digest: at - now for digest, at in self._refused_until.items() if at > now}
+        self._forget(now)
+        return {digest: at - now for digest, at in self._refused_until.items()}
 
     def add_death(self, digest: str, death: EngineDeath) -> Treatment:
         """An engine died while the request ran in it; returns the treatment from now on."""
@@ -179,6 +180,15 @@ class Verdicts:
         own, now = {death.life for death in deaths}, self._now()
         ended = reversed(self._outside_until.items())
         return OUTSIDE_COUNTS if any(at > now and life not in own for life, at in ended) else 1.0
+
+    def _forget(self, now: float) -> None:
+        """Drops what is over, so that later requests are not looked up in vain."""
+        for digest in [one for one, (_, until) in self._cases.items() if until <= now]:
+            del self._cases[digest]
+        for digest in [one for one, until in self._refused_until.items() if until <= now]:
+            del self._refused_until[digest]
+        for life in [one for one, until in self._outside_until.items() if until <= now]:
+            del self._outside_until[life]
 
     def _refuse(self, digest: str, until: float) -> None:
         self._cases.pop(digest, None)

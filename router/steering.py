@@ -57,16 +57,25 @@ class HeldPlan:
 
     plan: Split | None = None
     better_since: float | None = None
+    towards: int = 0  # 1: what has been better has more workers, or more of them prefill; -1: fewer
 
     def follow(self, wanted: Split, now: float, after_s: float | None) -> None:
-        """Takes `wanted` once it has been better for `after_s` seconds; None: it is not better."""
+        """Takes `wanted` once it, or others in its direction, have been better for `after_s`
+        seconds; None: it is not better."""
         if after_s is None:
             self.better_since = None
             return
-        if self.better_since is None:
-            self.better_since = now
+        towards = self._direction(wanted)
+        if self.better_since is None or towards != self.towards:
+            self.better_since, self.towards = now, towards
         if now - self.better_since >= after_s:
             self.plan, self.better_since = wanted, None
+
+    def _direction(self, wanted: Split) -> int:
+        if (held := self.plan) is None:
+            return 0
+        more = wanted.workers - held.workers or wanted.prefill - held.prefill
+        return (more > 0) - (more < 0)
 
 
 @dataclass(slots=True)

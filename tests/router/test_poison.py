@@ -240,6 +240,19 @@ def test_other_routers_are_believed_and_prolong_nothing() -> None:
     assert verdicts.refused_s("theirs") == 2.0
 
 
+def test_nothing_is_held_once_it_is_over() -> None:
+    clock = Clock()
+    verdicts = Verdicts(clock)
+    assert verdicts.is_empty
+    verdicts.add_death("a", died(0))
+    verdicts.note_outside(("outside", "1"))
+    verdicts.merge({"b": REFUSED_S})
+    clock.now += max(HELD_S, REFUSED_S) - 1
+    assert verdicts.refused().keys() == {"b"} and not verdicts.is_empty
+    clock.now += 2
+    assert not verdicts.refused() and verdicts.is_empty and not verdicts._outside_until
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poison, "MOST_KEPT", 3)
     assert MOST_KEPT > 3

@@ -21,6 +21,7 @@ from effuse.router.steering import (
     ENDED_S,
     FULL_AFTER_S,
     SHRINK_S,
+    HeldPlan,
     ModelPlan,
     Steering,
     _piece,
@@ -327,3 +328,33 @@ def test_a_plan_needs_measurements() -> None:
     assert ModelPlan().lines() == ["no plan yet: too few prompts or gaps have been measured"]
     assert Split(1, 2).workers == 3
     assert LOAD.context == 1064
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "after_s"),
+    [
+        (Split(1, 2), Split(4, 4), AFTER_S),  # fewer workers, then more
+        (Split(4, 4), Split(1, 2), SHRINK_S),
+        (Split(1, 3), Split(3, 1), AFTER_S),  # other roles of as many
+    ],
+)
+def test_a_plan_takes_over_no_time_of_one_in_the_other_direction(
+    first: Split, then: Split, after_s: float
+) -> None:
+    held = HeldPlan(Split(2, 2))
+    for now in range(round(after_s) - 1):
+        held.follow(first, now, SHRINK_S)
+    began = after_s - 1
+    held.follow(then, began, after_s)
+    held.follow(then, began + after_s - 0.1, after_s)
+    assert held.plan == Split(2, 2)
+    held.follow(then, began + after_s, after_s)
+    assert held.plan == then
+
+
+def test_a_plan_takes_over_the_time_of_others_in_its_direction() -> None:
+    """A load that grows wants more workers at each look."""
+    held = HeldPlan(Split(2, 2))
+    for now in range(round(AFTER_S) + 1):
+        held.follow(Split(2, 3 + now), now, AFTER_S)
+    assert held.plan == Split(2, 3 + round(AFTER_S))
