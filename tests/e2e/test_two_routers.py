@@ -23,13 +23,14 @@ from effuse.v1 import generation_pb2 as pb
 
 SEATS = 2
 (JOB,) = draw_jobs(5, 1, "d2f", block_size=TINY.block_size, ids=TINY.plain_ids, least_blocks=6)
-LONG = replace(JOB, max_tokens=160)
-"""So long that its engine can be stopped between its first block and its end."""
+LONG = replace(JOB, max_tokens=480, ignore_eos=True)
+"""So long that its engine can be stopped between its first block and its end, even if the test's
+process has to wait for a processor."""
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    flags = ("--max-num-seqs", str(SEATS), "--hang-timeout-s", "30")
+    flags = ("--max-num-seqs", str(SEATS), "--hang-timeout-s", "30", "--max-model-len", "512")
     with tiny_fleet("sdar", connector="zmq", prefill=0, worker_flags=flags) as fleet:
         yield fleet
 
