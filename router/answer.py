@@ -121,13 +121,16 @@ class AnswerRun:
             need = self._need()
             request.attempts.alone = need.alone
             if need.alone:
-                fleet.keep_workers(request.holder, need)
+                fleet.keep_workers(request.holder, self._with_prompt(need))
             elif fleet.num_alone:
                 fleet.release_workers(request.holder)
-            placement = fleet.place(need)
-            if placement is not None:
-                return placement
-            prospect = fleet.prospect(need)
+            prospect = fleet.known_prospect(need)
+            if prospect is None:
+                need = self._with_prompt(need)
+                placement = fleet.place(need)
+                if placement is not None:
+                    return placement
+                prospect = fleet.prospect(need)
             if prospect is Prospect.NONE:
                 raise self._unavailable(what_is_missing(fleet.candidates(), need))
             setbacks = request.attempts.setbacks
@@ -167,7 +170,7 @@ class AnswerRun:
 
     def _need(self) -> AttemptNeeds:
         """An answer that has begun goes on only on a worker with the same weights and rules. A
-        prompt in a pool needs only a decode worker."""
+        prompt in a pool needs only a decode worker. `_with_prompt` adds the rest."""
         request, fleet = self._request, self._router.fleet
         needs_decode = request.asked.settings.is_canvas or request.attempts.in_pool
         alone, attempts = self._kinds_alone(), request.attempts
@@ -180,12 +183,15 @@ class AnswerRun:
             fingerprint=request.answer.fingerprint if request.answer.token_ids else None,
             holder=request.holder if alone else None,
             alone=alone,
-            cached=fleet.prompts.cached(request.prompt.prefix_keys),
             beside=attempts.beside if is_first else None,
             num_answers=request.asked.num_answers if is_first and not request.index else 1,
-            prompt=self._prompt_cost(),
             by_pool=need.by_pool and attempts.pool_from <= now,
         )
+
+    def _with_prompt(self, need: AttemptNeeds) -> AttemptNeeds:
+        """The same, with what only a choice among several workers depends on."""
+        cached = self._router.fleet.prompts.cached(self._request.prompt.prefix_keys)
+        return replace(need, cached=cached, prompt=self._prompt_cost())
 
     def _prompt_cost(self) -> PromptCost:
         """Its time counts if gaps have an objective, which pieces of prompts then keep."""

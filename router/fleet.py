@@ -146,8 +146,6 @@ class RoutedFleet:
 
     def place(self, need: AttemptNeeds) -> Placement | None:
         """Picks workers for an attempt; nothing is counted yet."""
-        if self._waiting_for and need.key in self._waiting_for:
-            return None
         if (few := self._draw(need)) and (found := place(few, need)) is not None:
             return found
         return place(self.candidates(), need)
@@ -170,21 +168,23 @@ class RoutedFleet:
         suspects, role = self.standing.suspects(), self.standing.with_role
         return [self._candidate(role(record), suspects) for record in drawn.values()]
 
-    def prospect(self, need: AttemptNeeds) -> Prospect:
-        """The prospect of an attempt.
+    def known_prospect(self, need: AttemptNeeds) -> Prospect | None:
+        """The prospect of an attempt that workers cannot take, if it was found just now.
 
         A change wakes all waiting requests, perhaps a thousand, which find the same. So requests
-        with equal needs get the first one's result until the loop turns, or something changes."""
-        key = need.key
-        if (known := self._waiting_for.get(key)) is not None:
-            return known
+        with equal needs get the first one's result until the loop turns, or something changes. They
+        may lack `cached` and `prompt`, which take long to look up and exclude no worker."""
+        return self._waiting_for.get(need.key) if self._waiting_for else None
+
+    def prospect(self, need: AttemptNeeds) -> Prospect:
+        """The prospect of an attempt."""
         if (few := self._draw(need)) and place(few, need) is not None:
             return Prospect.NOW
         found = prospect(self.candidates(), need)
         if found is not Prospect.NOW:
             if not self._waiting_for:
                 asyncio.get_running_loop().call_soon(self._waiting_for.clear)
-            self._waiting_for[key] = found
+            self._waiting_for[need.key] = found
         return found
 
     # Workers of their own, for requests that run alone.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import cast
+from unittest.mock import Mock
 
 import grpc.aio
 import msgspec
@@ -19,6 +20,7 @@ from effuse.placement.store import Store
 from effuse.protos import errors
 from effuse.router.admission import LEAST_HOLDS, Admission
 from effuse.router.fleet import RoutedFleet
+from effuse.router.policy import IDLE, InFlight
 from effuse.router.seats import Catalogue
 from effuse.v1 import generation_pb2 as pb
 
@@ -93,6 +95,33 @@ def test_a_worker_is_never_asked_for_more_than_its_seats() -> None:
         answers = await asyncio.gather(*(ask(fleet) for _ in range(12)))
         assert {answer.text for answer in answers} == {"the answer is three"}
         assert most == 2
+
+    run(body)
+
+
+def test_a_freed_seat_has_one_prompt_looked_up_for_all_that_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look-up of a long prompt takes a millisecond, and hundreds may wait."""
+
+    async def body(fleet: FakeFleet) -> None:
+        routed, record = fleet.router.fleet, fleet.decode[0].record
+        full = InFlight(requests=record.capacity.max_num_seqs)
+        routed.count_in_flight(record, IDLE, full)
+        asking = [ask(fleet) for _ in range(8)]
+        await until(
+            lambda: fleet.metric("effuse_num_requests_stalled", reason="seat") == len(asking)
+        )
+        needs = Mock(wraps=routed.need)
+        cached = Mock(wraps=routed.prompts.cached)
+        monkeypatch.setattr(routed, "need", needs)
+        monkeypatch.setattr(routed.prompts, "cached", cached)
+        routed.announce_change()
+        await until(lambda: needs.call_count == len(asking))
+        assert cached.call_count == 1
+        routed.count_in_flight(record, full, IDLE)
+        routed.announce_change()
+        await asyncio.gather(*asking)
 
     run(body)
 
