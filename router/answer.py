@@ -190,8 +190,15 @@ class AnswerRun:
 
     def _with_prompt(self, need: AttemptNeeds) -> AttemptNeeds:
         """The same, with what only a choice among several workers depends on."""
-        cached = self._router.fleet.prompts.cached(self._request.prompt.prefix_keys)
+        keys = self._request.prompt.prefix_keys
+        cached = self._router.fleet.prompts.cached(keys, self._whole)
         return replace(need, cached=cached, prompt=self._prompt_cost())
+
+    @property
+    def _whole(self) -> int:
+        """Tokens of a prompt that workers reuse only as a whole; 0 of others."""
+        is_causal = self._request.asked.model.prompt_attention == "causal_blocks"
+        return 0 if is_causal else len(self._request.prompt.token_ids)
 
     def _prompt_cost(self) -> PromptCost:
         """Its time counts if gaps have an objective, which pieces of prompts then keep."""
@@ -221,7 +228,7 @@ class AnswerRun:
         computes = placement.prefill or placement.decode
         request.costs.known = NOTHING_KNOWN
         if computes.load.prefix_queries and not placement.shares_prompt:
-            request.costs.known = known.claim(keys, computes.life)
+            request.costs.known = known.claim(keys, computes.life, self._whole)
             self._router.metrics.count_known(request.costs.known)
         known.note(keys, [placement.decode.life, *([computes.life] if placement.prefill else ())])
 

@@ -74,12 +74,14 @@ class KnownPrefix(NamedTuple):
     used_at: float = 0.0  # the last use of the last unit of these
     is_over: bool = False  # as in its note
     claimed_at: float = 0.0
+    is_whole: bool = False  # the worker has all of these or none
 
     def is_refuted(self, found: int, now: float) -> bool:
         """Whether the worker had so few tokens that it has dropped the rest. A younger claim may
         be of a prompt that is still computed, unless the request is over."""
         is_complete = self.is_over or now - self.used_at > REFUTED_S
-        return is_complete and 2 * (found + MOST_UNIT / 2) < self.own + self.shared
+        unseen = 0 if self.is_whole else MOST_UNIT / 2
+        return is_complete and 2 * (found + unseen) < self.own + self.shared
 
 
 NOTHING_KNOWN: Final = KnownPrefix()
@@ -148,35 +150,40 @@ class SentPrefixes:
                 self._unshared[key] = new if before is None else (*before, *new)[-MOST_HOLDERS:]
         self._forget_oldest()
 
-    def cached(self, keys: Sequence[bytes]) -> Mapping[WorkerLife, int]:
-        """Tokens of such a prompt's prefix that each worker has computed before."""
+    def cached(self, keys: Sequence[bytes], whole: int = 0) -> Mapping[WorkerLife, int]:
+        """Tokens of such a prompt's prefix that each worker has computed before; `whole`: those of
+        a prompt with one key for all."""
+        return {life: number * (whole or UNIT) for life, number in self._units(keys).items()}
+
+    def _units(self, keys: Sequence[bytes]) -> Mapping[WorkerLife, int]:
+        """The same in keys."""
         found: dict[WorkerLife, int] = {}
         alive, number = set(self._notes.get(keys[0], ())) if keys else set(), 0
         for number, key in enumerate(keys):
             notes = self._notes.get(key, {}).keys()
             if not alive <= notes:
-                found |= dict.fromkeys(alive - notes, number * UNIT)
+                found |= dict.fromkeys(alive - notes, number)
                 alive &= notes
             if not alive:
                 break
         else:
-            found |= dict.fromkeys(alive, (number + 1) * UNIT)
+            found |= dict.fromkeys(alive, number + 1)
         for life in found.keys() & self._dropped.keys():
-            last, since = found[life] // UNIT, self._kept_since(life)
+            last, since = found[life], self._kept_since(life)
             while last and self._notes[keys[last - 1]][life].used_at <= since:
                 last -= 1
-            found[life] = last * UNIT
+            found[life] = last
         return found
 
-    def claim(self, keys: Sequence[bytes], life: WorkerLife) -> KnownPrefix:
-        """Tokens of such a prompt that this worker should have."""
-        number = self.cached(keys).get(life, 0) // UNIT
+    def claim(self, keys: Sequence[bytes], life: WorkerLife, whole: int = 0) -> KnownPrefix:
+        """Tokens of such a prompt that this worker should have; `whole` as for `cached`."""
+        number, unit = self._units(keys).get(life, 0), whole or UNIT
         notes = [self._notes[key][life] for key in keys[:number]]
         if not notes:
             return NOTHING_KNOWN
-        num_own, last = UNIT * sum(one.is_own for one in notes), notes[-1]
-        num_shared = number * UNIT - num_own
-        return KnownPrefix(num_own, num_shared, last.used_at, last.is_over, self._now())
+        own, last = sum(one.is_own for one in notes), notes[-1]
+        times = last.used_at, last.is_over, self._now()
+        return KnownPrefix(own * unit, (number - own) * unit, *times, is_whole=whole > 0)
 
     def check(self, claim: KnownPrefix, life: WorkerLife, found: int) -> None:
         """A worker had so many tokens of a prompt. If a claim was wrong, so are older ones, because

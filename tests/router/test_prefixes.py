@@ -24,6 +24,7 @@ from effuse.router.prefixes import (
     KnownPrefix,
     SentPrefixes,
     SharedPrefixes,
+    key_of_whole,
     keys_of,
 )
 from effuse.v1 import generation_pb2 as pb
@@ -171,14 +172,28 @@ def test_a_decode_worker_takes_the_next_turn_of_a_chat(attention: str, length: i
 def test_a_bidirectional_prompt_is_known_only_as_a_whole(length: int) -> None:
     async def body(fleet: FakeFleet) -> None:
         keep_prefixes(fleet, "bidirectional")
-        await fleet.announce()
-        known = []
-        for text in ("a" * length, "a" * length + "b", "a" * length):
-            await fleet.generation.Generate(pb.GenerateRequest(prompt=text), timeout=30)
+        first, known = fleet.prefill[0], []
+        for text, queued in (("a" * length, 0), ("a" * length + "b", 0), ("a" * length, length)):
+            load = replace(first.record.load, queued_tokens=queued)
+            first.record = replace(first.record, load=load)
+            await fleet.announce()
+            got = await fleet.generation.Generate(pb.GenerateRequest(prompt=text), timeout=30)
             known.append(fleet.metric("effuse_prefix_known_tokens_total", source="own"))
-        assert known == [0, 0, UNIT]
+        assert known == [0, 0, got.usage.prompt_tokens]
+        assert got.stats.prefill_worker == "p0", "fewer tokens wait there than it knows"
 
-    run(body)
+    run(body, num_prefill=2)
+
+
+@pytest.mark.parametrize("length", [UNIT // 2, 2000])
+def test_a_whole_prompt_counts_with_all_its_tokens_or_with_none(length: int) -> None:
+    sent, keys = SentPrefixes(Clock()), key_of_whole(range(length), "")
+    sent.note(keys, [P0], is_over=True)
+    claim = sent.claim(keys, P0, length)
+    for found, known in ((length, length), (0, 0)):
+        sent.check(claim, P0, found)
+        assert sent.cached(keys, length) == {P0: known}
+        assert sent.claim(keys, P0, length).own == known
 
 
 def test_a_router_learns_from_an_answer_that_a_prompt_was_dropped(
